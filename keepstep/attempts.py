@@ -1,0 +1,204 @@
+"""Attempts: who may write into a run.
+
+An attempt takes the next number by exclusive create of `attempts/<n>.json` and rewrites that file with a heartbeat.
+The highest number owns the run; every other one is stale and may write nothing.
+
+Owner is the process that trains (the controller). A flow that started it stands in `processes`; when the flow is
+dead and its trainer still lives, the next start fences the trainer and ends it.
+
+Concurrency: one heartbeat thread per attempt. It consumes nothing, rewrites the record every `heartbeat_s`, sets
+`fenced` when a higher number appears, and stops when `close` sets its event.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.errors import FencedError, HeldError
+from keepstep.processes import ProcessRef, boot_id, hostname, terminate
+from keepstep.run import RunDir, create_exclusive, read_json, write_json
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the newest attempt of a run means for a new start.
+
+    kind: `free` (none, or ended), `dead` (owner gone), `silent` (other host, heartbeat too old),
+    `orphan` (trainer alive, its flow dead), `held` (alive: refuse).
+    """
+
+    kind: str
+    reason: str
+
+    @property
+    def open(self) -> bool:
+        return self.kind != "held"
+
+
+def judge(
+    record: Record | None,
+    *,
+    alive: Callable[[ProcessRef], bool],
+    now: float,
+    host: str,
+    boot: str,
+    lease_timeout_s: float,
+) -> Claim:
+    """Decide whether a new attempt may take over from the newest recorded one. Pure: everything is handed in."""
+    if record is None:
+        return Claim("free", "no earlier attempt")
+    number, owner = record["attempt"], record["owner"]
+    if record["outcome"] is not None:
+        return Claim("free", f"attempt {number} ended: {record['outcome']['status']}")
+    if owner["host"] != host:
+        silence_s = now - record["heartbeat"]
+        if silence_s > lease_timeout_s:
+            return Claim("silent", f"attempt {number} on {owner['host']} has been silent for {silence_s:.0f} s")
+        return Claim("held", f"attempt {number} runs on {owner['host']} (last heartbeat {silence_s:.0f} s ago)")
+    if owner["boot_id"] != boot:
+        return Claim("dead", f"attempt {number} ran before this machine's last boot")
+    if not alive(ProcessRef("controller", owner["pid"], owner["start_time"], host)):
+        return Claim("dead", f"attempt {number}'s process {owner['pid']} is gone")
+    flows = [ProcessRef.from_record(process) for process in record["processes"] if process["role"] == "flow"]
+    if flows and not any(alive(flow) for flow in flows):
+        return Claim("orphan", f"attempt {number}'s trainer {owner['pid']} outlived its flow {flows[0].pid}")
+    return Claim("held", f"attempt {number} runs on this host as process {owner['pid']}")
+
+
+def newest_record(run: RunDir) -> Record | None:
+    numbers = run.attempt_numbers()
+    return read_json(run.attempt(numbers[-1])) if numbers else None
+
+
+def claim(run: RunDir, lease_timeout_s: float) -> Claim:
+    """`judge` on the run's newest attempt, here and now."""
+    return judge(
+        newest_record(run),
+        alive=ProcessRef.alive,
+        now=time.time(),
+        host=hostname(),
+        boot=boot_id(),
+        lease_timeout_s=lease_timeout_s,
+    )
+
+
+def end_leftovers(run: RunDir, before: int) -> list[ProcessRef]:
+    """End every recorded process of attempts below `before` that still lives on this host.
+
+    The flow process of an earlier attempt may be the one that starts this attempt: flows and shared servers are left.
+    """
+    leftovers: list[ProcessRef] = []
+    for number in run.attempt_numbers():
+        if number < before:
+            processes = [ProcessRef.from_record(process) for process in read_json(run.attempt(number))["processes"]]
+            leftovers += [ref for ref in processes if ref.role not in ("flow", "object-store", "prefect-server")]
+    return terminate(leftovers)
+
+
+class Attempt:
+    """One attempt's lease. `acquire`, then `close` with the outcome."""
+
+    def __init__(self, run: RunDir, record: Record, heartbeat_s: float) -> None:
+        self.run = run
+        self.number: int = record["attempt"]
+        self.fenced = threading.Event()
+        self._record = record
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._heartbeat_s = heartbeat_s
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def acquire(
+        cls,
+        run: RunDir,
+        *,
+        others: list[ProcessRef],
+        lease_timeout_s: float,
+        heartbeat_s: float,
+        at_least: int = 1,
+    ) -> Attempt:
+        """Take the next attempt number, or raise `HeldError` naming the holder.
+
+        `others` are processes that belong to the attempt already (the flow, embedded servers). `at_least` keeps
+        numbers growing when the local folder was lost but the store remembers higher ones.
+        """
+        verdict = claim(run, lease_timeout_s)
+        if not verdict.open:
+            raise HeldError(
+                f"{run.root} is held: {verdict.reason}.",
+                f"Wait for it, end it, or give this start another trainer.output_dir. See {run.attempts}.",
+            )
+        owner = ProcessRef.current("controller")
+        number = max([at_least - 1, *run.attempt_numbers()]) + 1
+        record: Record = {
+            "attempt": number,
+            "owner": {"host": owner.host, "pid": owner.pid, "start_time": owner.start_time, "boot_id": boot_id()},
+            "heartbeat": time.time(),
+            "outcome": None,
+            "processes": [ref.to_record() for ref in [owner, *others]],
+        }
+        if not create_exclusive(run.attempt(number), json.dumps(record, indent=2).encode()):
+            raise HeldError(f"{run.root}: another start took attempt {number} in the same moment.", "Start again.")
+        end_leftovers(run, before=number)
+        return cls(run, record, heartbeat_s)
+
+    def add(self, pid: int, role: str, rank: int | None = None) -> None:
+        """Record a process of this attempt. One that is gone already is not recorded."""
+        ref = ProcessRef.of(pid, role, rank)
+        if ref is not None:
+            with self._lock:
+                self._record["processes"].append(ref.to_record())
+                self._write()
+
+    def add_remote(self, ref: ProcessRef) -> None:
+        with self._lock:
+            self._record["processes"].append(ref.to_record())
+            self._write()
+
+    def processes(self) -> list[ProcessRef]:
+        with self._lock:
+            return [ProcessRef.from_record(process) for process in self._record["processes"]]
+
+    def check(self) -> None:
+        """Raise `FencedError` when a newer attempt owns the run. Called before anything is published, moved or deleted."""
+        check_fence(self.run, self.number)
+
+    def close(self, outcome: Record) -> None:
+        """Record how the attempt ended and stop the heartbeat. A fenced attempt writes nothing."""
+        self._closed.set()
+        self._thread.join(timeout=10)
+        with self._lock:
+            if not is_fenced(self.run, self.number):
+                self._record["outcome"] = outcome
+                self._write()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self._heartbeat_s):
+            if is_fenced(self.run, self.number):
+                self.fenced.set()
+                return
+            with self._lock:
+                self._write()
+
+    def _write(self) -> None:
+        self._record["heartbeat"] = time.time()
+        write_json(self.run.attempt(self.number), self._record)
+
+
+def is_fenced(run: RunDir, number: int) -> bool:
+    return any(other > number for other in run.attempt_numbers())
+
+
+def check_fence(run: RunDir, number: int) -> None:
+    if is_fenced(run, number):
+        newest = run.attempt_numbers()[-1]
+        raise FencedError(f"Attempt {number} of {run.root} is stale: attempt {newest} took the run over.")

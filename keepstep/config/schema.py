@@ -1,0 +1,268 @@
+"""Every setting of a run, under verl's names where verl has one.
+
+An unknown key is an error. A choice that this trainer does not implement is not in the `Literal`, so it is
+refused by name instead of being accepted and ignored. Field documentation is the string under the field.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_assignment=True)
+
+
+class AlgorithmConfig(Section):
+    adv_estimator: Literal["grpo"] = "grpo"
+    """How advantages are estimated."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide the centred group rewards by their standard deviation (GRPO); False is Dr. GRPO's choice."""
+
+
+class DataConfig(Section):
+    train_files: str | list[str] = Field(...)
+    """Parquet files to train on: a path, a list, a glob or s3:// addresses. `made:arithmetic/train` is the quickstart's."""
+    val_files: str | list[str] | None = None
+    """Parquet files to validate on; none: no validation."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt as chat messages (or plain text)."""
+    reward_fn_key: str = "data_source"
+    """Column handed to the reward function as `data_source`."""
+    train_batch_size: PositiveInt = 64
+    """Prompts per step, over all ranks."""
+    val_batch_size: PositiveInt = 256
+    """Prompts per validation batch."""
+    max_prompt_length: PositiveInt = 512
+    """Tokens of a prompt at most."""
+    max_response_length: PositiveInt = 512
+    """Tokens generated at most."""
+    filter_overlong_prompts: bool = True
+    """Drop prompts over `max_prompt_length`; False: refuse the data set."""
+    shuffle: bool = True
+    """A new permutation of the rows each epoch, a function of (seed, epoch)."""
+
+
+class OptimConfig(Section):
+    lr: float = 1e-6
+    """Peak learning rate."""
+    lr_warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """Schedule after the warm-up."""
+    min_lr_ratio: float = 0.0
+    """Cosine only: the last learning rate as a share of `lr`."""
+    weight_decay: float = 0.01
+    """AdamW's decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's betas."""
+
+
+class FsdpConfig(Section):
+    param_offload: Literal[False] = False
+    """Parameters stay on their device."""
+    model_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of forward and backward; master weights and reductions are fp32 in either case."""
+
+
+class ActorConfig(Section):
+    ppo_mini_batch_size: PositiveInt = 64
+    """Prompts per optimizer update (each with all its `rollout.n` responses)."""
+    ppo_micro_batch_size_per_gpu: PositiveInt = 64
+    """Responses per forward and backward on one rank."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over each rollout batch."""
+    clip_ratio: float = 0.2
+    """PPO clip on the probability ratio."""
+    use_kl_loss: bool = True
+    """Add the KL estimate against the frozen reference to the loss."""
+    kl_loss_coef: float = 0.001
+    """Its coefficient."""
+    kl_loss_type: Literal["low_var_kl"] = "low_var_kl"
+    """KL estimator: verl's name of k3."""
+    loss_agg_mode: Literal["token-mean"] = "token-mean"
+    """How token losses are averaged over the mini-batch."""
+    entropy_coeff: float = 0.0
+    """Entropy bonus."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm."""
+    optim: OptimConfig = OptimConfig()
+    fsdp_config: FsdpConfig = FsdpConfig()
+
+
+class RefConfig(Section):
+    log_prob_micro_batch_size_per_gpu: PositiveInt = 256
+    """Responses per reference (and old-policy) forward on one rank."""
+
+
+class ModelConfig(Section):
+    path: str = Field(...)
+    """A Hugging Face folder. `made:char-qwen3` is the quickstart's, made on first use."""
+
+
+class ValKwargs(Section):
+    temperature: float = 0.0
+    """Sampling temperature in validation; 0 is greedy."""
+
+
+class RolloutConfig(Section):
+    name: Literal["vllm"] = "vllm"
+    n: PositiveInt = 8
+    """Responses per prompt: GRPO's group size."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs and loss use the same."""
+    tensor_model_parallel_size: Literal[1] = 1
+    """GPUs per engine."""
+    port: int = 20014
+    """First port of the engines' range."""
+    gpu_memory_utilization: float = 0.5
+    """Share of a GPU that the engine may take (GPU only)."""
+    kv_cache_gib: PositiveInt = 1
+    """KV cache of an engine on CPU, in GiB."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the engine."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences that the engine decodes at once."""
+    logprob_tolerance: float = 1e-3
+    """Largest accepted |engine log-prob - trainer log-prob| of a sampled token; above it the engine has stale weights."""
+    val_kwargs: ValKwargs = ValKwargs()
+
+
+class ActorRolloutRefConfig(Section):
+    model: ModelConfig
+    actor: ActorConfig = ActorConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    ref: RefConfig = RefConfig()
+
+
+class RewardFunctionConfig(Section):
+    path: str | None = None
+    """A Python file, or None to take `name` as a dotted path."""
+    name: str = "keepstep.rewards.exact_match"
+    """The function in `path`, or a dotted path to `compute_score`'s module or function."""
+
+
+class TrainerConfig(Section):
+    project_name: str = "keepstep"
+    experiment_name: str = "run"
+    nnodes: PositiveInt = 1
+    """Nodes of the job."""
+    n_gpus_per_node: PositiveInt = 1
+    """FSDP2 ranks per node; on CPU these are CPU ranks."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks and engines compute."""
+    save_freq: int = 20
+    """Steps between checkpoints; -1 saves at the end only."""
+    test_freq: int = -1
+    """Steps between validations; -1: never."""
+    total_epochs: PositiveInt = 1
+    """Passes over the data, unless `total_training_steps` says otherwise."""
+    total_training_steps: PositiveInt | None = None
+    """Steps of the run."""
+    output_dir: str = Field(...)
+    """The run's folder."""
+    resume_from_checkpoint: str | None = None
+    """Resume this start's first attempt from exactly this checkpoint of the run."""
+    seed: int = 42
+    """The one seed: data order, sampling, initialisation."""
+    debug: bool = False
+    """One step from the chosen checkpoint, written nowhere."""
+
+
+class CheckpointConfig(Section):
+    layout: Literal["full"] = "full"
+    """One file per role."""
+    keep_last: PositiveInt = 3
+    """Newest verified checkpoints that stay on disk."""
+    keep_every: PositiveInt = 100
+    """Every multiple of this stays as well."""
+    save_timeout_s: float = 1800.0
+    """Longest time that writing one checkpoint may take."""
+    verify_timeout_s: float = 1800.0
+    """Longest time that verifying one may take."""
+
+
+class S3Config(Section):
+    embedded: bool = False
+    """Start the S3 server that comes with Keepstep, beside the run (quickstart, tests)."""
+    endpoint_url: str | None = None
+    """Endpoint; None is AWS."""
+    bucket: str | None = None
+    """Bucket; None (and not embedded): nothing is uploaded."""
+    prefix: str | None = None
+    """Key prefix of the run; None: the folder's name and 8 hex digits of the SHA-256 of its absolute path."""
+    region: str | None = None
+    upload_interval: PositiveInt = 100
+    """Steps between uploads: the first save at or after each multiple goes up, and the last one."""
+    max_retries: int = 8
+    """Tries after a failed upload before it is left for the end of the run."""
+    final_timeout_s: float = 900.0
+    """How long the end of the run waits for uploads to be confirmed."""
+
+
+class ResumeConfig(Section):
+    policy: Literal["prefer_multiple", "latest"] = "prefer_multiple"
+    """`prefer_multiple`: verified multiples of `prefer_multiple` first, the newest of them; `latest`: the newest verified."""
+    prefer_multiple: PositiveInt = 100
+    max_rewind_steps: int | None = None
+    """Most steps that preferring a multiple may give up; None: no bound."""
+    allow: list[str] = []
+    """Contract fields whose change is accepted for this start; the waiver is written into the run."""
+
+
+class RetryConfig(Section):
+    max_retries: int = 3
+    """Further tries of `train_grpo` within one flow run."""
+    delays_s: list[float] = [2.0, 10.0, 30.0]
+    """Wait before each; the last one repeats."""
+    jitter: float = 0.3
+    """Share by which a wait is lengthened at random."""
+    lease_timeout_s: float = 90.0
+    """Silence after which an attempt on another host counts as gone."""
+    heartbeat_s: float = 2.0
+    """Seconds between heartbeats of an attempt."""
+    term_grace_s: float = 30.0
+    """Seconds after SIGTERM in which the attempt saves and leaves."""
+
+
+class TimeoutConfig(Section):
+    start_s: float = 600.0
+    """Ranks and engines are up within this."""
+    step_s: float = 1800.0
+    """Longest time without progress inside a step."""
+    collective_s: float = 120.0
+    """Longest time that one rank waits for the others."""
+
+
+class RayConfig(Section):
+    address: str | None = None
+    """None: a local Ray inside a child process. Else the address of a cluster's job server: a Ray job."""
+    object_store_bytes: int | None = None
+    """Object store of the local Ray; None: Ray's default."""
+
+
+class RunConfig(Section):
+    """The whole configuration of a run."""
+
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    data: DataConfig
+    actor_rollout_ref: ActorRolloutRefConfig
+    custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
+    trainer: TrainerConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    s3: S3Config = S3Config()
+    resume: ResumeConfig = ResumeConfig()
+    retry: RetryConfig = RetryConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    ray: RayConfig = RayConfig()
+
+    @property
+    def world_size(self) -> int:
+        """FSDP2 ranks of the job."""
+        return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def s3_enabled(self) -> bool:
+        return self.s3.embedded or self.s3.bucket is not None

@@ -1,0 +1,154 @@
+"""The one exception tree. Each class says how the command exits and whether another attempt can help.
+
+A message names what is wrong, where, what was found and what was expected; `remedy` is the way out.
+Commands print both to stderr without a traceback. Anything that is not a `KeepstepError` is our bug and
+keeps its traceback.
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_CONTRACT = 3
+EXIT_DATA = 4
+EXIT_HELD = 5
+EXIT_STORAGE = 6
+EXIT_PREEMPTED = 75
+
+
+class KeepstepError(Exception):
+    """Base of every error that Keepstep raises on purpose.
+
+    Attributes:
+        failure_class: name used in events, attempt records and retry decisions.
+        exit_code: what the command exits with.
+        retry: whether a new attempt of the same command can succeed.
+    """
+
+    failure_class = "failed"
+    exit_code = EXIT_FAILED
+    retry = False
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.remedy}" if self.remedy else self.message
+
+
+class ConfigError(KeepstepError):
+    """The command line, the configuration or the environment cannot work as given."""
+
+    failure_class = "config"
+    exit_code = EXIT_USAGE
+
+
+class ContractError(KeepstepError):
+    """The run recorded something at its first start that this start contradicts."""
+
+    failure_class = "contract"
+    exit_code = EXIT_CONTRACT
+
+
+class ExactnessError(ContractError):
+    """A replayed step gave other bytes than the standing, verified checkpoint of the same step."""
+
+    failure_class = "exactness"
+
+
+class DataError(KeepstepError):
+    """The data set is missing, damaged, or not the one that the run recorded."""
+
+    failure_class = "data"
+    exit_code = EXIT_DATA
+
+
+class HeldError(KeepstepError):
+    """Another live attempt holds the run."""
+
+    failure_class = "held"
+    exit_code = EXIT_HELD
+
+
+class FencedError(HeldError):
+    """A newer attempt took the run over: this one must stop without writing."""
+
+    failure_class = "fenced"
+
+
+class StorageError(KeepstepError):
+    """The object store failed in a way that another try may cure."""
+
+    failure_class = "storage"
+    exit_code = EXIT_STORAGE
+    retry = True
+
+
+class StorageRefusedError(StorageError):
+    """The object store said no (credentials, bucket, permissions): trying again cannot help."""
+
+    failure_class = "storage_refused"
+    retry = False
+
+
+class CheckpointError(KeepstepError):
+    """A checkpoint cannot be used as asked."""
+
+    failure_class = "checkpoint"
+
+
+class NoRoomError(KeepstepError):
+    """The filesystem is full or over quota (errno 28 or 122)."""
+
+    failure_class = "no_room"
+
+
+class Preempted(KeepstepError):
+    """The attempt was asked to leave (SIGTERM, Ctrl-C, node drain) and left in order."""
+
+    failure_class = "preempted"
+    exit_code = EXIT_PREEMPTED
+    retry = True
+
+
+class WorkerDiedError(KeepstepError):
+    """A rank, an engine, a writer or the controller's process went away."""
+
+    failure_class = "worker_died"
+    retry = True
+
+
+class OutOfMemoryError(KeepstepError):
+    """Host or device memory ran out."""
+
+    failure_class = "out_of_memory"
+    retry = True
+
+
+class NoProgressError(KeepstepError):
+    """Something that should have answered within its time limit did not."""
+
+    failure_class = "no_progress"
+    retry = True
+
+
+class NonFiniteError(KeepstepError):
+    """A loss or a gradient is NaN or infinite: the same step would give the same again."""
+
+    failure_class = "non_finite"
+
+
+class StaleWeightsError(KeepstepError):
+    """The engine's log-probs are not the trainer's: it samples from other weights."""
+
+    failure_class = "stale_weights"
+
+
+class BugError(KeepstepError):
+    """An unexpected exception inside the trainer; kept with its traceback in the log."""
+
+    failure_class = "bug"
+    retry = True

@@ -1,0 +1,66 @@
+"""Writing and reading events.jsonl.
+
+One `write` per line on an O_APPEND descriptor, so lines of several processes never interleave. A line torn by a kill
+is closed by the next writer and skipped by readers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+
+def utc_now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class EventLog:
+    """Appends the events of one attempt and hands each to the listeners."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self.attempt = attempt
+        self.listeners: list[Listener] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")
+
+    def emit(self, event: str, **fields: Any) -> Event:
+        """Append one event, make it durable, tell the listeners. Safe from any thread."""
+        record: Event = {"time": utc_now(), "attempt": self.attempt, "event": event, **fields}
+        os.write(self._fd, (json.dumps(record, allow_nan=False) + "\n").encode())
+        os.fdatasync(self._fd)
+        for listener in self.listeners:
+            listener(record)
+        return record
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_jsonl(path: Path) -> Iterator[Event]:
+    """Every whole line of a JSONL file; torn lines are skipped, a missing file is empty."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in data.split(b"\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def last_step_rows(path: Path) -> dict[int, Event]:
+    """The last `step` event of every step: a replayed step counts once, as it was trained last."""
+    return {event["step"]: event for event in read_jsonl(path) if event.get("event") == "step"}
