@@ -1,0 +1,66 @@
+"""What the controller sends to the ranks: numpy arrays, right-padded.
+
+With right padding a causal model needs no attention mask: no token of a response sees a padding token, and the
+padding's own outputs are masked out of every sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B sequences of prompt and response, padded to L tokens. Positions t of the [B, L-1] arrays speak of token t+1."""
+
+    tokens: np.ndarray
+    """[B, L] int64."""
+    mask: np.ndarray
+    """[B, L-1] float32: 1 on response tokens."""
+    engine_log_probs: np.ndarray
+    """[B, L-1] float32: the engine's log-prob of each sampled token, 0 elsewhere."""
+    advantages: np.ndarray
+    """[B] float32."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def rows(self, index: slice | Sequence[int]) -> Batch:
+        return Batch(self.tokens[index], self.mask[index], self.engine_log_probs[index], self.advantages[index])
+
+    def with_advantages(self, advantages: np.ndarray) -> Batch:
+        return replace(self, advantages=advantages.astype(np.float32))
+
+
+def pack(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], pad_id: int
+) -> Batch:
+    """Arrays of prompts with their responses, in order."""
+    longest = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True))
+    shape = (len(prompts), longest - 1)
+    tokens = np.full((len(prompts), longest), pad_id, dtype=np.int64)
+    mask, engine = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
+    for row, (prompt, response, scores) in enumerate(zip(prompts, responses, log_probs, strict=True)):
+        begin, end = len(prompt), len(prompt) + len(response)
+        tokens[row, :begin], tokens[row, begin:end] = prompt, response
+        mask[row, begin - 1 : end - 1] = 1.0
+        engine[row, begin - 1 : end - 1] = scores
+    return Batch(tokens, mask, engine, np.zeros(len(prompts), dtype=np.float32))
+
+
+def deal(num_prompts: int, group_size: int, mini_batch_size: int, world_size: int) -> list[list[list[int]]]:
+    """Rows of each rank's mini-batches: result[rank][mini_batch] lists response rows.
+
+    Every mini-batch holds the same `mini_batch_size` prompts whatever the world size; its prompts are dealt to the
+    ranks in contiguous equal shares.
+    """
+    dealt: list[list[list[int]]] = [[] for _ in range(world_size)]
+    share = mini_batch_size // world_size
+    for first in range(0, num_prompts, mini_batch_size):
+        for rank in range(world_size):
+            begin = (first + rank * share) * group_size
+            dealt[rank].append(list(range(begin, begin + share * group_size)))
+    return dealt

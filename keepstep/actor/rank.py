@@ -1,0 +1,257 @@
+"""One FSDP2 rank: the policy, its optimizer, the frozen reference, and what GRPO does with them.
+
+Every method that touches the model is a collective: all ranks call it with their own shard of the same batch.
+`snapshot` and `rng` are not: each rank copies what it holds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from keepstep.actor import shards
+from keepstep.actor.batch import Batch
+from keepstep.actor.rng import restore_rng_states, rng_states, seed_everything
+from keepstep.algorithm import losses
+from keepstep.algorithm.schedules import lr_factor
+from keepstep.config.schema import ActorConfig
+from keepstep.errors import NonFiniteError
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """Where a rank stands and what it trains."""
+
+    rank: int
+    world_size: int
+    device: str
+    model_dir: str
+    actor: ActorConfig
+    temperature: float
+    log_prob_micro_batch_size: int
+    total_steps: int
+    seed: int
+    collective_timeout_s: float
+
+
+class Rank:
+    """State of one rank. Build, `connect`, load weights, then `log_probs`, `update`, `full_weights` per step."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec = spec
+        if spec.device == "cpu":
+            torch.set_num_threads(1)
+        seed_everything(spec.seed + spec.rank)
+
+    def connect(self, host: str, port: int) -> None:
+        """Join the process group at host:port and build the sharded models without weights."""
+        spec = self.spec
+        if spec.device == "cuda":
+            torch.cuda.set_device(0)
+        # The backends' own time-outs are half an hour: a hung rank would be noticed far too late.
+        dist.init_process_group(
+            "nccl" if spec.device == "cuda" else "gloo",
+            init_method=f"tcp://{host}:{port}",
+            rank=spec.rank,
+            world_size=spec.world_size,
+            timeout=datetime.timedelta(seconds=spec.collective_timeout_s),
+        )
+        self.model = self._build()
+        self.reference = self._build().requires_grad_(False) if spec.actor.use_kl_loss else None
+        optim = spec.actor.optim
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
+
+    def load_initial(self, model_dir: str) -> None:
+        """Policy and reference from the same base weights (safetensors of a Hugging Face folder)."""
+        state = read_base_weights(Path(model_dir), dict(self.model.named_parameters()).keys())
+        shards.load_full(self.model, state, self.spec.rank, self.spec.world_size)
+        if self.reference is not None:
+            shards.load_full(self.reference, state, self.spec.rank, self.spec.world_size)
+
+    def load_checkpoint(self, state: dict[str, Any]) -> None:
+        """Everything from a checkpoint as `checkpoint.reader.read` gives it, the reference from its own weights."""
+        rank, world_size = self.spec.rank, self.spec.world_size
+        shards.load_full(self.model, state["actor"], rank, world_size)
+        if self.reference is not None:
+            shards.load_full(self.reference, state["ref"], rank, world_size)
+        shards.load_optimizer(self.model, self.optimizer, state["optimizer"], rank, world_size)
+        self.scheduler.load_state_dict(state["scheduler"])
+        per_rank = state["trainer_state"]["rng_states"]["per_rank"]
+        if len(per_rank) == world_size:
+            restore_rng_states(per_rank[rank])
+
+    def log_probs(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Log-probs of the batch's tokens before the update: {"old": [B, L-1], "ref": [B, L-1]} (ref only with KL)."""
+        found = {"old": self._log_probs(self.model, batch)}
+        if self.reference is not None:
+            found["ref"] = self._log_probs(self.reference, batch)
+        return found
+
+    def update(self, batch: Batch, log_probs: dict[str, np.ndarray], mini_batches: list[list[int]]) -> dict[str, float]:
+        """All optimizer updates of one step on this rank's rows; returns means over the step, equal on all ranks."""
+        sums: dict[str, float] = {}
+        norms: list[float] = []
+        for _ in range(self.spec.actor.ppo_epochs):
+            for rows in mini_batches:
+                norms.append(self._update_mini_batch(batch, log_probs, rows, sums))
+        lr = self.scheduler.get_last_lr()[0]
+        self.scheduler.step()
+        totals = self._all_reduce([sums[key] for key in sorted(sums)])
+        means = dict(zip(sorted(sums), totals, strict=True))
+        num_tokens = max(means.pop("num_tokens"), 1.0)
+        metrics = {f"actor/{key}": value / num_tokens for key, value in means.items()}
+        return metrics | {"actor/grad_norm": float(np.mean(norms)), "actor/lr": lr}
+
+    def full_weights(self) -> dict[str, np.ndarray] | None:
+        """The whole policy by parameter name on rank 0, None elsewhere."""
+        weights: dict[str, np.ndarray] = {}
+        for name, param in self.model.named_parameters():
+            full = param.full_tensor().detach()  # type: ignore[attr-defined]
+            if self.spec.rank == 0:
+                weights[name] = full.cpu().numpy()
+        return weights if self.spec.rank == 0 else None
+
+    def snapshot(self) -> shards.RankSnapshot:
+        """Host copy of what this rank holds of policy, optimizer, scheduler and random streams."""
+        return shards.RankSnapshot(
+            rank=self.spec.rank,
+            params={name: shards.host_copy(param) for name, param in self.model.named_parameters()},
+            optimizer=shards.optimizer_shards(self.model, self.optimizer),
+            param_groups=shards.optimizer_names(self.model, self.optimizer),
+            scheduler=self.scheduler.state_dict() | {"lr_lambdas": [None]},
+            rng=rng_states(),
+        )
+
+    def snapshot_reference(self) -> dict[str, np.ndarray] | None:
+        """Host copy of this rank's shards of the reference; None without one."""
+        if self.reference is None:
+            return None
+        return {name: shards.host_copy(param) for name, param in self.reference.named_parameters()}
+
+    def learning_rate(self) -> float:
+        """The learning rate that the next step will use."""
+        return self.scheduler.get_last_lr()[0]
+
+    def _build(self) -> torch.nn.Module:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(self.spec.model_dir)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model.config.use_cache = False
+        model.to(self.spec.device).train()
+        precision = self.spec.actor.fsdp_config.model_dtype
+        policy = (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            if precision == "bf16"
+            else MixedPrecisionPolicy()
+        )
+        for layer in model.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        return fully_shard(model, mp_policy=policy)
+
+    def _lr_factor(self, update: int) -> float:
+        optim = self.spec.actor.optim
+        return lr_factor(
+            update,
+            num_warmup=optim.lr_warmup_steps,
+            num_total=self.spec.total_steps,
+            kind=optim.lr_scheduler_type,
+            min_ratio=optim.min_lr_ratio,
+        )
+
+    def _logits(self, model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=tokens).logits[:, :-1]
+
+    @torch.no_grad()
+    def _log_probs(self, model: torch.nn.Module, batch: Batch) -> np.ndarray:
+        parts = []
+        for first in range(0, len(batch), self.spec.log_prob_micro_batch_size):
+            tokens = self._tensor(batch.tokens[first : first + self.spec.log_prob_micro_batch_size])
+            logits = self._logits(model, tokens)
+            parts.append(losses.token_log_probs(logits, tokens[:, 1:], self.spec.temperature).cpu().numpy())
+        return np.concatenate(parts)
+
+    def _update_mini_batch(
+        self, batch: Batch, log_probs: dict[str, np.ndarray], rows: list[int], sums: dict[str, float]
+    ) -> float:
+        """One optimizer update; adds this rank's metric sums to `sums`, returns the gradient norm before clipping."""
+        num_tokens = self._all_reduce([float(batch.mask[rows].sum())])[0]
+        micro = self.spec.actor.ppo_micro_batch_size_per_gpu
+        for first in range(0, len(rows), micro):
+            self._backward(batch, log_probs, rows[first : first + micro], num_tokens, sums)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.actor.grad_clip)
+        norm_value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if not np.isfinite(norm_value):
+            raise NonFiniteError(
+                f"The gradient norm is {norm_value} (mini-batch of {len(rows)} responses on rank {self.spec.rank}).",
+                "Lower actor.optim.lr or look at the rewards of this step.",
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm_value
+
+    def _backward(
+        self, batch: Batch, log_probs: dict[str, np.ndarray], rows: list[int], num_tokens: float, sums: dict[str, float]
+    ) -> None:
+        actor, temperature = self.spec.actor, self.spec.temperature
+        tokens, mask = self._tensor(batch.tokens[rows]), self._tensor(batch.mask[rows])
+        old, advantages = self._tensor(log_probs["old"][rows]), self._tensor(batch.advantages[rows]).unsqueeze(1)
+        logits = self._logits(self.model, tokens)
+        new = losses.token_log_probs(logits, tokens[:, 1:], temperature)
+        policy_loss = losses.clipped_policy_loss(new, old, advantages, actor.clip_ratio)
+        loss = policy_loss
+        entropy = losses.entropy(logits, temperature)
+        terms = {"pg_loss": policy_loss, "entropy": entropy, "ppo_kl": old - new}
+        terms["pg_clipfrac"] = losses.clip_fraction(new, old, advantages, actor.clip_ratio)
+        if self.reference is not None:
+            kl = losses.kl_k3(new, self._tensor(log_probs["ref"][rows]))
+            loss = loss + actor.kl_loss_coef * kl
+            terms["kl_loss"] = kl
+        if actor.entropy_coeff:
+            loss = loss - actor.entropy_coeff * entropy
+        # FSDP averages gradients over the ranks; the mean is over the tokens of the whole mini-batch.
+        (losses.masked_sum(loss, mask) * (self.spec.world_size / max(num_tokens, 1.0))).backward()
+        for name, values in terms.items():
+            sums[name] = sums.get(name, 0.0) + float(losses.masked_sum(values.detach(), mask))
+        sums["num_tokens"] = sums.get("num_tokens", 0.0) + float(mask.sum())
+
+    def _all_reduce(self, values: list[float]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.spec.device)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.tensor(array, device=self.spec.device)
+
+
+def read_base_weights(folder: Path, names: Any) -> dict[str, torch.Tensor]:
+    """Float32 tensors of a Hugging Face folder's safetensors, restricted to `names` (tied copies fall away)."""
+    from safetensors import safe_open
+
+    state: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            state |= {name: file.get_tensor(name).float() for name in file.keys() if name in names}  # noqa: SIM118
+    return state
+
+
+def rank_environment(device: str) -> dict[str, str]:
+    """Environment of a rank's process, set before it starts."""
+    common = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
+    # More threads than cores make two busy ranks many times slower; one thread also fixes the order of sums.
+    return common | ({"OMP_NUM_THREADS": "1"} if device == "cpu" else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+
+
+def process_id() -> int:
+    return os.getpid()

@@ -1,0 +1,1 @@
+"""The quickstart's own model and data, made deterministically on first use (`made:` paths)."""

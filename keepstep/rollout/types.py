@@ -1,0 +1,33 @@
+"""What a rollout is, and what the trainer asks of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample. Its seed alone decides its randomness, so any engine may serve it in any order."""
+
+    prompt_ids: Sequence[int]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """Sampled tokens (the end-of-sequence token included, when sampled) and the engine's log-prob of each."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finished: bool
+    """False: cut off at the token limit."""
+
+
+class Engine(Protocol):
+    """A rollout engine: samples under the weights of a known version."""
+
+    def update_weights(self, weights: dict[str, Any], version: int) -> None: ...
+
+    def generate(self, requests: list[Request], *, version: int, max_tokens: int, temperature: float) -> list[Response]: ...
