@@ -1,0 +1,80 @@
+"""What Keepstep asks of an object store. A store is rooted at one run's prefix: keys are relative to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from keepstep.checkpoint.digest import FileDigest
+from keepstep.errors import StorageError
+
+
+class LocalFileError(StorageError):
+    """A local file is not what its manifest says: it was damaged after it was saved. Nothing was uploaded of it."""
+
+    failure_class = "local_file_differs"
+    retry = False
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """What the store says of an object.
+
+    checksum_sha256: base64 of SHA-256 over the content, or for several parts over the raw part digests
+        followed by `-<count>` (S3's composite form); None when the store keeps none.
+    """
+
+    size: int
+    checksum_sha256: str | None
+
+
+class ObjectStore(Protocol):
+    """Every method raises `StorageRefusedError` when the store says no, `StorageError` for everything that may pass."""
+
+    @property
+    def where(self) -> str:
+        """The root as a person writes it: `s3://bucket/prefix`."""
+        ...
+
+    def put_file(self, path: Path, key: str, digest: FileDigest) -> None:
+        """Upload a file and confirm it. On return the object has exactly the content of `digest`.
+
+        Raises:
+            LocalFileError: the file differs from `digest`; no object is made.
+        """
+        ...
+
+    def get_file(self, key: str, path: Path, digest: FileDigest) -> None:
+        """Download into a new file, compared with `digest` part by part, fsynced.
+
+        Raises:
+            StorageError: the object is missing or differs; the file is then incomplete.
+        """
+        ...
+
+    def put_bytes(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+        """Store small content. With `if_absent`, False and nothing changed when the key exists."""
+        ...
+
+    def get_bytes(self, key: str) -> bytes | None:
+        """Content of a small object, None when there is none."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo | None: ...
+
+    def confirms(self, key: str, digest: FileDigest) -> bool:
+        """Whether the object exists with exactly this content, on evidence that the store cannot merely echo."""
+        ...
+
+    def list(self, prefix: str) -> list[tuple[str, int]]:
+        """(key, size in bytes) of every object under `prefix`, in key order."""
+        ...
+
+    def delete(self, key: str) -> None: ...
+
+    def abort_unfinished(self, prefix: str) -> int:
+        """Abort unfinished uploads under `prefix`, of whoever began them; returns how many."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,462 @@
+"""An S3 store through s3fs: bounded memory, every part checked on both sides, every wait limited.
+
+Memory: at most `PART_MEMORY_BYTES` of part bodies at a time, whatever the file's size.
+Retries: botocore's and s3fs's own are off, since they multiply (a hung server held a part for minutes); each request
+has `TRIES` tries within `REQUEST_TIMEOUT_S`.
+Evidence: a part's SHA-256 is computed from what is read, compared with the manifest's before the upload completes, and
+handed to the server, which refuses other bytes. A server that merely echoes what it is given is found by a probe with
+a wrong checksum, and then each object is read back instead.
+
+One thread at a time: requests run on an event loop of the calling thread, so Ctrl-C and SIGTERM cancel an upload in
+order (its parts are aborted on the server).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import os
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from keepstep.checkpoint.digest import FileDigest
+from keepstep.errors import StorageError, StorageRefusedError
+from keepstep.storage.protocol import LocalFileError, ObjectInfo
+
+T = TypeVar("T")
+
+PART_MEMORY_BYTES = 128 << 20
+MAX_CONCURRENT_PARTS = 8
+TRIES = 5
+REQUEST_TIMEOUT_S = 300.0
+ABORT_TIMEOUT_S = 10.0
+
+_MISSING = {"NoSuchKey", "404", "NotFound", "NoSuchUpload"}
+_EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
+_REFUSED = {
+    "AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem", "InvalidAccessKeyId", "InvalidToken",
+    "ExpiredToken", "TokenRefreshRequired", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "NoSuchBucket",
+    "InvalidBucketName", "PermanentRedirect", "301", "IllegalLocationConstraintException",
+    "AuthorizationHeaderMalformed", "MethodNotAllowed", "405",
+}  # fmt: skip
+# Client-side refusals, by name: their module is imported late.
+_REFUSED_TYPES = {
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound",
+    "ParamValidationError", "InvalidRegionError", "UnauthorizedSSOTokenError", "SSOTokenLoadError",
+}  # fmt: skip
+
+
+class _MissingError(Exception):
+    """No such object."""
+
+
+class _ExistsError(Exception):
+    """The key exists and the request was conditional."""
+
+
+class S3Store:
+    """`keepstep.storage.protocol.ObjectStore` over S3.
+
+    Args:
+        bucket, prefix: the root of all keys.
+        endpoint_url: None is AWS.
+        key, secret: explicit credentials (embedded store); None: the standard AWS chain.
+    """
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        *,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        key: str | None = None,
+        secret: str | None = None,
+    ) -> None:
+        self.bucket = bucket
+        self.prefix = prefix.strip("/")
+        self.endpoint = endpoint_url or "AWS"
+        self._options = {"endpoint_url": endpoint_url, "key": key, "secret": secret}
+        self._region = region
+        self._runner = asyncio.Runner()
+        self._checked: bool | None = None
+        self._fs = self._connect(sign_payload=False)
+
+    @property
+    def where(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}"
+
+    def close(self) -> None:
+        async def end() -> None:
+            if self._fs._s3 is not None:
+                await self._fs._s3.close()
+
+        self._runner.run(end())
+        self._runner.close()
+
+    def __enter__(self) -> S3Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def put_file(self, path: Path, key: str, digest: FileDigest) -> None:
+        self._run(self._put_file(path, key, digest))
+
+    def get_file(self, key: str, path: Path, digest: FileDigest) -> None:
+        self._run(self._get_file(key, path, digest))
+
+    def put_bytes(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        try:
+            self._run(self._put_object(key, data, hashlib.sha256(data).digest(), **condition))
+        except _ExistsError:
+            return False
+        return True
+
+    def get_bytes(self, key: str) -> bytes | None:
+        try:
+            return self._run(self._get_object(key))
+        except _MissingError:
+            return None
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return self._run(self._head(key))
+
+    def confirms(self, key: str, digest: FileDigest) -> bool:
+        return self._run(self._confirms(key, digest))
+
+    def list(self, prefix: str) -> list[tuple[str, int]]:
+        return self._run(self._list(prefix))
+
+    def delete(self, key: str) -> None:
+        self._run(self._call("delete_object", key))
+
+    def abort_unfinished(self, prefix: str) -> int:
+        return self._run(self._abort_unfinished(prefix))
+
+    # Requests
+
+    def _connect(self, *, sign_payload: bool) -> Any:
+        import s3fs
+
+        config: dict[str, Any] = {
+            "connect_timeout": 5,
+            "read_timeout": 60,
+            "max_pool_connections": 2 * MAX_CONCURRENT_PARTS,
+            "retries": {"mode": "standard", "max_attempts": 0},
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            "s3": {"payload_signing_enabled": sign_payload},
+        }
+        if self._options["key"] is not None:
+            # The embedded store is on this host: no proxy on the way, whatever the environment says.
+            config["proxies"] = {}
+        fs = s3fs.S3FileSystem(
+            **self._options,
+            client_kwargs={"region_name": self._region} if self._region else {},
+            config_kwargs=config,
+            asynchronous=True,
+            skip_instance_cache=True,
+            use_listings_cache=False,
+        )
+        # A class attribute of s3fs: its constructor takes `retries` and ignores it.
+        fs.retries = 1
+        return fs
+
+    def _run(self, request: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(request)
+
+    def _name(self, key: str) -> str:
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+    async def _call(self, method: str, key: str | None, tries: int = TRIES, **arguments: Any) -> Any:
+        if key is not None:
+            arguments["Key"] = self._name(key)
+
+        async def request() -> Any:
+            return await self._fs._call_s3(method, Bucket=self.bucket, **arguments)
+
+        return await self._persist(request, f"{method} of {self.where}/{key or ''}", tries)
+
+    async def _persist(self, request: Callable[[], Awaitable[T]], what: str, tries: int = TRIES) -> T:
+        """Await `request` again while trying again can help."""
+        deadline = asyncio.get_running_loop().time() + REQUEST_TIMEOUT_S
+        for number in range(tries):
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await request()
+            except Exception as error:
+                if not _is_storage(error):
+                    raise
+                code = _code(error)
+                if code in _MISSING:
+                    raise _MissingError(what) from error
+                if code in _EXISTS:
+                    raise _ExistsError(what) from error
+                if code in _REFUSED or code in _REFUSED_TYPES:
+                    raise self._refused(what, code) from error
+                if number + 1 == tries or asyncio.get_running_loop().time() >= deadline:
+                    raise self._failed(what, code) from error
+                await asyncio.sleep(0.2 * 2**number)
+        raise AssertionError("unreachable")
+
+    def _refused(self, what: str, code: str) -> StorageRefusedError:
+        credentials = (
+            "Check the credentials (standard AWS chain: environment, profile, instance role) and that they may list, "
+            f"get, put, delete and abort uploads in bucket {self.bucket!r} under {self.prefix!r}."
+        )
+        remedies = {
+            "NoSuchBucket": f"Create the bucket {self.bucket!r} or correct s3.bucket and s3.endpoint_url.",
+            "ParamValidationError": f"Correct s3.bucket ({self.bucket!r}) and s3.prefix ({self.prefix!r}).",
+        }
+        return StorageRefusedError(
+            f"The object store at {self.endpoint} refused {what}: {code}.",
+            remedies.get(code, credentials),
+        )
+
+    def _failed(self, what: str, code: str) -> StorageError:
+        return StorageError(
+            f"The object store at {self.endpoint} failed in {what}: {code}.",
+            "Is it up and reachable from here? The same command goes on where it stopped.",
+        )
+
+    # Objects
+
+    async def _put_object(self, key: str, data: bytes, sha256: bytes, **condition: str) -> None:
+        await self._call("put_object", key, Body=data, ChecksumSHA256=_base64(sha256), **condition)
+
+    async def _get_object(self, key: str, start: int | None = None, length: int = 0) -> bytes:
+        span = {} if start is None else {"Range": f"bytes={start}-{start + length - 1}"}
+
+        async def request() -> bytes:
+            response = await self._fs._call_s3("get_object", Bucket=self.bucket, Key=self._name(key), **span)
+            async with response["Body"] as body:
+                return bytes(await body.read())
+
+        return await self._persist(request, f"get_object of {self.where}/{key}")
+
+    async def _head(self, key: str) -> ObjectInfo | None:
+        try:
+            found = await self._call("head_object", key, ChecksumMode="ENABLED")
+        except _MissingError:
+            return None
+        return ObjectInfo(int(found["ContentLength"]), found.get("ChecksumSHA256"))
+
+    async def _confirms(self, key: str, digest: FileDigest) -> bool:
+        found = await self._head(key)
+        if found is None or found.size != digest.size:
+            return False
+        if await self._store_checks() and found.checksum_sha256 is not None:
+            return same_tree(found.checksum_sha256, digest.tree)
+        return await self._reads_back(key, digest)
+
+    async def _reads_back(self, key: str, digest: FileDigest) -> bool:
+        limit = asyncio.Semaphore(concurrent_parts(digest.part_size))
+
+        async def same(number: int) -> bool:
+            async with limit:
+                return hashlib.sha256(await self._get_part(key, digest, number)).hexdigest() == digest.parts[number]
+
+        return all(await _gather([same(number) for number in range(len(digest.parts))]))
+
+    async def _get_part(self, key: str, digest: FileDigest, number: int) -> bytes:
+        start, length = part_span(digest, number)
+        return await self._get_object(key, start, length) if len(digest.parts) > 1 else await self._get_object(key)
+
+    async def _store_checks(self) -> bool:
+        """Whether this endpoint refuses wrong checksums; where it does not, its HEAD proves nothing. Asked once."""
+        if self._checked is None:
+            key = f".probe-{uuid.uuid4().hex}"
+            try:
+                await self._call("put_object", key, tries=1, Body=b"probe", ChecksumSHA256=_base64(bytes(32)))
+            except StorageRefusedError:
+                raise
+            except StorageError as error:
+                # Only an answer about the content counts: an unreachable store has not refused anything.
+                if _code(error.__cause__) not in ("BadDigest", "XAmzContentChecksumMismatch"):
+                    raise
+                self._checked = True
+            else:
+                await self._call("delete_object", key)
+                self._checked = False
+                await self._fs._s3.close()
+                # The signature of the body is then the only check on the wire.
+                self._fs = self._connect(sign_payload=True)
+        return self._checked
+
+    async def _put_file(self, path: Path, key: str, digest: FileDigest) -> None:
+        await self._store_checks()
+        _check_size(path, digest)
+        if len(digest.parts) == 1:
+            data = await asyncio.to_thread(_read_part, path, digest, 0)
+            await self._put_object(key, data, bytes.fromhex(digest.parts[0]))
+        else:
+            await self._put_parts(path, key, digest)
+        if not await self._confirms(key, digest):
+            raise StorageError(
+                f"{self.where}/{key} is not what was uploaded ({path}).",
+                "The store damaged it or somebody else writes to this prefix; the same command uploads it again.",
+            )
+
+    async def _put_parts(self, path: Path, key: str, digest: FileDigest) -> None:
+        created = await self._call("create_multipart_upload", key, ChecksumAlgorithm="SHA256")
+        upload = {"UploadId": created["UploadId"]}
+        limit = asyncio.Semaphore(concurrent_parts(digest.part_size))
+
+        async def put(number: int) -> dict[str, Any]:
+            async with limit:
+                body = await asyncio.to_thread(_read_part, path, digest, number)
+                checksum = {"ChecksumSHA256": _base64(bytes.fromhex(digest.parts[number])), "PartNumber": number + 1}
+                answer = await self._call("upload_part", key, Body=body, **upload, **checksum)
+                return {"ETag": answer["ETag"], **checksum}
+
+        try:
+            parts = await _gather([put(number) for number in range(len(digest.parts))])
+            await self._complete(key, digest, upload, parts)
+        except BaseException:
+            # The first error is the one to report, also when the abort fails with the store.
+            await asyncio.shield(self._abort(key, upload))
+            raise
+
+    async def _complete(
+        self, key: str, digest: FileDigest, upload: dict[str, str], parts: list[dict[str, Any]]
+    ) -> None:
+        try:
+            await self._call("complete_multipart_upload", key, **upload, MultipartUpload={"Parts": parts})
+        except _MissingError as error:
+            # A retry after a lost answer finds the upload gone because it was completed.
+            if not await self._confirms(key, digest):
+                raise self._failed(f"complete_multipart_upload of {self.where}/{key}", "NoSuchUpload") from error
+
+    async def _abort(self, key: str, upload: dict[str, str]) -> None:
+        try:
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await self._call("abort_multipart_upload", key, tries=1, **upload)
+        except (StorageError, _MissingError, TimeoutError):
+            pass
+
+    async def _get_file(self, key: str, path: Path, digest: FileDigest) -> None:
+        limit = asyncio.Semaphore(concurrent_parts(digest.part_size))
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+
+        async def get(number: int) -> None:
+            async with limit:
+                data = await self._get_part(key, digest, number)
+                found = hashlib.sha256(data).hexdigest()
+                if found != digest.parts[number]:
+                    raise StorageError(
+                        f"{self.where}/{key}: part {number} has SHA-256 {found[:12]}…, "
+                        f"expected {digest.parts[number][:12]}….",
+                        "The object is damaged or was replaced; another step of the run may be whole.",
+                    )
+                await asyncio.to_thread(os.pwrite, handle, data, number * digest.part_size)
+
+        try:
+            await _gather([get(number) for number in range(len(digest.parts))])
+            await asyncio.to_thread(os.fsync, handle)
+        except _MissingError as error:
+            raise StorageError(f"{self.where}/{key} is not there.", "Another step of the run may be whole.") from error
+        finally:
+            os.close(handle)
+
+    async def _list(self, prefix: str) -> list[tuple[str, int]]:
+        found: list[tuple[str, int]] = []
+        page: dict[str, str] = {}
+        while True:
+            answer = await self._call("list_objects_v2", None, Prefix=self._name(prefix), **page)
+            skip = len(self._name(""))
+            found += [(entry["Key"][skip:], int(entry["Size"])) for entry in answer.get("Contents", [])]
+            if not answer.get("IsTruncated"):
+                return found
+            page = {"ContinuationToken": answer["NextContinuationToken"]}
+
+    async def _abort_unfinished(self, prefix: str) -> int:
+        answer = await self._call("list_multipart_uploads", None, Prefix=self._name(prefix))
+        uploads = answer.get("Uploads", [])
+        skip = len(self._name(""))
+        for entry in uploads:
+            await self._abort(entry["Key"][skip:], {"UploadId": entry["UploadId"]})
+        return len(uploads)
+
+
+_LOCAL_REMEDY = (
+    "The file changed after it was saved: the disk is failing or somebody edited it. `keepstep verify` says more."
+)
+
+
+def same_tree(reported: str, tree: str) -> bool:
+    """Whether a reported SHA-256 is `tree`; some stores leave the `-<count>` of the composite form out."""
+    return reported == tree or ("-" not in reported and reported == tree.partition("-")[0])
+
+
+def concurrent_parts(part_size: int) -> int:
+    """Parts in flight within the memory budget."""
+    return max(1, min(MAX_CONCURRENT_PARTS, PART_MEMORY_BYTES // part_size))
+
+
+def part_span(digest: FileDigest, number: int) -> tuple[int, int]:
+    """(offset, length) of a part in bytes."""
+    start = number * digest.part_size
+    return start, min(digest.part_size, digest.size - start)
+
+
+def _check_size(path: Path, digest: FileDigest) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise LocalFileError(f"{path} cannot be read: {error.strerror}.", _LOCAL_REMEDY) from error
+    if size != digest.size:
+        raise LocalFileError(f"{path} has {size} bytes, its manifest says {digest.size}.", _LOCAL_REMEDY)
+
+
+def _read_part(path: Path, digest: FileDigest, number: int) -> bytes:
+    start, length = part_span(digest, number)
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(length)
+    except OSError as error:
+        raise LocalFileError(f"{path} cannot be read: {error.strerror}.", _LOCAL_REMEDY) from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != digest.parts[number]:
+        raise LocalFileError(
+            f"{path}: part {number} has SHA-256 {found[:12]}…, its manifest says {digest.parts[number][:12]}….",
+            _LOCAL_REMEDY,
+        )
+    return data
+
+
+async def _gather(requests: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; at the first error the others are cancelled and awaited before it is raised."""
+    tasks = [asyncio.ensure_future(request) for request in requests]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _base64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def _is_storage(error: Exception) -> bool:
+    """s3fs raises translated OSErrors and raw botocore and aiohttp errors, which are not OSErrors."""
+    module = type(error).__module__.partition(".")[0]
+    return module in ("botocore", "aiobotocore", "aiohttp") or isinstance(error, OSError | TimeoutError)
+
+
+def _code(error: BaseException | None) -> str:
+    """The store's error code, else the name of the error's class. Never the text, which may carry request details."""
+    for candidate in (error, getattr(error, "__cause__", None)):
+        response = getattr(candidate, "response", None)
+        if isinstance(response, dict) and "Error" in response:
+            return str(response["Error"].get("Code", "error"))
+    cause = getattr(error, "__cause__", None)
+    return _code(cause) if cause is not None else type(error).__name__
