@@ -25,4 +25,6 @@ def grpo_advantages(rewards: torch.Tensor, *, normalize_by_std: bool = True, eps
     if rewards.shape[1] == 1:
         # One response has no group: its unbiased deviation is undefined and its advantage is zero.
         return torch.zeros_like(rewards)
-    return centred / (rewards.std(dim=1, keepdim=True) + epsilon)
+    # The mean of equal rewards may be off by a rounding, which a deviation of the same size would blow up.
+    equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
+    return torch.where(equal, 0.0, centred / (rewards.std(dim=1, keepdim=True) + epsilon))

@@ -157,6 +157,8 @@ class TrainerConfig(Section):
     """Steps between checkpoints; -1 saves at the end only."""
     test_freq: int = -1
     """Steps between validations; -1: never."""
+    val_before_train: bool = True
+    """Validate before the first step as well (only with `test_freq` > 0)."""
     total_epochs: PositiveInt = 1
     """Passes over the data, unless `total_training_steps` says otherwise."""
     total_training_steps: PositiveInt | None = None

@@ -1,0 +1,21 @@
+"""When to save, to validate and to upload. Pure."""
+
+from __future__ import annotations
+
+
+def due(step: int, every: int, last_step: int, *, at_end: bool) -> bool:
+    """Whether something with this frequency falls on `step`; -1 is never, `at_end` adds the last step."""
+    return (every > 0 and step % every == 0) or (at_end and step == last_step)
+
+
+def upload_due(step: int, *, save_freq: int, upload_interval: int, last_step: int) -> bool:
+    """Whether the checkpoint saved at `step` goes to the store: the first save at or after each multiple, and the last.
+
+    It depends on the step alone, so an attempt that knows nothing of the earlier ones decides the same.
+    """
+    if step == last_step:
+        return True
+    if save_freq < 1:
+        return False
+    previous_save = ((step - 1) // save_freq) * save_freq
+    return step // upload_interval > previous_save // upload_interval

@@ -1,0 +1,67 @@
+"""`keepstep train`: the trainer alone, in this process, without Prefect."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from keepstep.config.load import load, to_yaml
+from keepstep.config.schema import RunConfig
+from keepstep.errors import EXIT_DONE, KeepstepError
+from keepstep.processes import ProcessRef
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments by which another process starts a trainer; not for people."""
+    parser.add_argument("--from-env", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--events-stdout", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--watch-stdin", action="store_true", help=argparse.SUPPRESS)
+
+
+def main(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Train; a `KeepstepError` goes up to the caller, which prints it."""
+    from keepstep.controller import launch
+
+    if args.from_env:
+        config = RunConfig.model_validate_json(os.environ[launch.CONFIG_VARIABLE])
+    else:
+        config = load(args.config, overrides)
+    if args.dry_run:
+        print(to_yaml(config), end="")
+        return EXIT_DONE
+    if is_complete(config):
+        return EXIT_DONE
+    from keepstep.cli.progress import ProgressPrinter
+    from keepstep.controller.session import run_attempt
+
+    flow_pid = os.environ.get(launch.FLOW_VARIABLE) if args.from_env else None
+    flow = ProcessRef.of(int(flow_pid), "flow") if flow_pid else None
+    listener = _print_event if args.events_stdout else ProgressPrinter()
+    try:
+        run_attempt(config, flow=flow, listeners=[listener], watch_stdin=args.watch_stdin)
+    except KeepstepError as error:
+        if args.events_stdout:
+            _print_event(launch.terminal_event(error))
+        raise
+    return EXIT_DONE
+
+
+def is_complete(config: RunConfig) -> bool:
+    """Whether the run has reached its end; says so."""
+    from keepstep.preflight.complete import complete_result
+
+    result = complete_result(config)
+    if result is not None:
+        print(f"{config.trainer.output_dir} is complete: step {result['final_step']} of {result['target_step']}. Nothing to do.")
+    return result is not None
+
+
+def _print_event(event: dict[str, Any]) -> None:
+    from keepstep.controller.launch import EVENT_PREFIX
+
+    # One write per line: the saver's and the uploader's threads print too.
+    sys.stdout.write(EVENT_PREFIX + json.dumps(event) + "\n")
+    sys.stdout.flush()

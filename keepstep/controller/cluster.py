@@ -1,0 +1,106 @@
+"""Ray: the local cluster of one attempt, or the cluster that this process runs on as a Ray job."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from keepstep.attempts import Attempt
+from keepstep.config.schema import RunConfig
+from keepstep.controller.workers import EngineWorker, RankWorker, Worker, WriterWorker
+from keepstep.processes import ProcessRef, descendants
+from keepstep.rollout.environment import engine_environment
+from keepstep.run import RunDir
+
+# Ray reads these on import of its parts, so they are set before `ray.init`.
+LOCAL_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+NUM_ENGINES = 1
+
+
+def temp_dir(run: RunDir, attempt: int) -> Path:
+    """Ray's session folder. Its path must be short: a socket's path holds 107 bytes."""
+    return Path("/tmp") / f"keepstep-{hashlib.sha256(str(run.root).encode()).hexdigest()[:8]}-{attempt}"
+
+
+class Cluster:
+    """Starts and ends the processes of an attempt and records each."""
+
+    def __init__(self, config: RunConfig, run: RunDir, attempt: Attempt, device: str) -> None:
+        self._config = config
+        self._run = run
+        self._attempt = attempt
+        self._device = device
+        self._local = config.ray.address is None
+        self._temp_dir = temp_dir(run, attempt.number)
+
+    def start(self) -> None:
+        """Connect to Ray, starting a local one unless a cluster is given."""
+        for number in self._run.attempt_numbers():
+            if number < self._attempt.number:
+                shutil.rmtree(temp_dir(self._run, number), ignore_errors=True)
+        if not self._local:
+            ray.init(address="auto", log_to_driver=True, namespace=f"keepstep-{self._run.default_s3_prefix}")
+            return
+        os.environ.update(LOCAL_ENVIRONMENT)
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            _temp_dir=str(self._temp_dir),
+            # A logical count: each role asks for one, whatever the machine has.
+            num_cpus=self._config.world_size + NUM_ENGINES + 1,
+            object_store_memory=self._config.ray.object_store_bytes,
+            log_to_driver=False,
+            # Every actor needs an environment of its own, so workers started in advance would never be used.
+            _system_config={"prestart_worker_first_driver": False},
+        )
+        self.record_services()
+
+    def rank(self, spec: Any, environment: dict[str, str]) -> Any:
+        return self._actor(RankWorker, environment, gpus=1).remote(spec)
+
+    def engine(self, index: int, model_dir: str, max_model_len: int) -> Any:
+        rollout = self._config.actor_rollout_ref.rollout
+        environment = engine_environment(rollout, self._device, index)
+        return self._actor(EngineWorker, environment, gpus=1).remote(model_dir, rollout, max_model_len, self._device)
+
+    def writer(self) -> Any:
+        return self._actor(WriterWorker, {"OMP_NUM_THREADS": "1"}, gpus=0).remote()
+
+    def record(self, role: str, rank: int | None, identity: dict[str, Any]) -> None:
+        """Put an actor's process into the attempt's record."""
+        self._attempt.add_remote(ProcessRef(role, identity["pid"], identity["start_time"], identity["host"], rank))
+
+    def record_services(self) -> None:
+        """Record what runs below this process and is not recorded yet: Ray's own services.
+
+        Called after `ray.init`, when there are no actors yet, and again when all actors are recorded.
+        """
+        known = {ref.pid for ref in self._attempt.processes()}
+        for pid in descendants(os.getpid()):
+            if self._local and pid not in known:
+                self._attempt.add(pid, "ray")
+
+    def stop(self) -> None:
+        """End Ray (a local one as a whole) and remove its folder."""
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        if self._local:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+    def _actor(self, worker: type[Worker], environment: dict[str, str], gpus: int) -> Any:
+        num_gpus = gpus if self._device == "cuda" else 0
+        return ray.remote(worker).options(
+            num_cpus=1, num_gpus=num_gpus, max_restarts=0, runtime_env={"env_vars": environment}
+        )

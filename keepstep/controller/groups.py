@@ -1,0 +1,101 @@
+"""The ranks and the engines as the loop sees them: one call, all workers, a time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keepstep.actor.batch import Batch
+from keepstep.config.schema import TimeoutConfig
+from keepstep.controller.supervision import Supervisor
+from keepstep.rollout.types import Request, Response
+
+
+class RankGroup:
+    """All FSDP2 ranks. Every method is answered by all of them or raises."""
+
+    def __init__(self, actors: list[Any], supervisor: Supervisor, timeouts: TimeoutConfig) -> None:
+        self.actors = actors
+        self._supervisor = supervisor
+        self._timeouts = timeouts
+
+    def identities(self) -> list[dict[str, Any]]:
+        return self._all("starting the ranks", self._timeouts.start_s, lambda actor, _: actor.identity.remote())
+
+    def connect(self) -> None:
+        calls = [("rank 0", self.actors[0].rendezvous.remote())]
+        ((host, port),) = self._supervisor.gather(calls, self._timeouts.start_s, "meeting of the ranks")
+        self._all("meeting of the ranks", self._timeouts.start_s, lambda actor, _: actor.connect.remote(host, port))
+
+    def load_initial(self, model_dir: str) -> None:
+        self._all("loading the model", self._timeouts.start_s, lambda actor, _: actor.load_initial.remote(model_dir))
+
+    def load_checkpoint(self, folder: str, with_reference: bool) -> None:
+        what = f"loading {folder}"
+        self._all(what, self._timeouts.start_s, lambda actor, _: actor.load_checkpoint.remote(folder, with_reference))
+
+    def log_probs(self, shards: Sequence[Batch]) -> list[dict[str, np.ndarray]]:
+        return self._step("log-probs", lambda actor, rank: actor.log_probs.remote(shards[rank]))
+
+    def update(self, shards: Sequence[Batch], log_probs: Sequence[Any], mini_batches: Sequence[Any]) -> dict[str, float]:
+        """Metrics of the step; they are equal on all ranks."""
+        return self._step(
+            "update", lambda actor, rank: actor.update.remote(shards[rank], log_probs[rank], mini_batches[rank])
+        )[0]
+
+    def full_weights(self) -> Any:
+        """Reference to the full weights, which rank 0 holds when all ranks have gathered."""
+        references = [actor.full_weights.remote() for actor in self.actors]
+        calls = [(f"rank {rank}", reference) for rank, reference in enumerate(references)][1:]
+        self._supervisor.gather(calls, self._timeouts.step_s, "gathering weights")
+        return references[0]
+
+    def learning_rate(self) -> float:
+        calls = [("rank 0", self.actors[0].learning_rate.remote())]
+        return self._supervisor.gather(calls, self._timeouts.step_s, "learning rate")[0]
+
+    def snapshots(self) -> list[Any]:
+        """References to host copies of every rank's state, taken before any later call to the ranks."""
+        return [actor.snapshot.remote() for actor in self.actors]
+
+    def reference_snapshots(self) -> list[Any]:
+        return [actor.snapshot_reference.remote() for actor in self.actors]
+
+    def _step(self, what: str, call: Any) -> list[Any]:
+        return self._all(what, self._timeouts.step_s, call)
+
+    def _all(self, what: str, timeout_s: float, call: Any) -> list[Any]:
+        calls = [(f"rank {rank}", call(actor, rank)) for rank, actor in enumerate(self.actors)]
+        return self._supervisor.gather(calls, timeout_s, what)
+
+
+class EngineGroup:
+    """All rollout engines; requests are dealt in contiguous shares and answered in order."""
+
+    def __init__(self, actors: list[Any], supervisor: Supervisor, timeouts: TimeoutConfig) -> None:
+        self.actors = actors
+        self._supervisor = supervisor
+        self._timeouts = timeouts
+
+    def identities(self) -> list[dict[str, Any]]:
+        calls = self._calls(lambda actor, _: actor.identity.remote())
+        return self._supervisor.gather(calls, self._timeouts.start_s, "starting the engines")
+
+    def update_weights(self, weights: Any, version: int) -> None:
+        calls = self._calls(lambda actor, _: actor.update_weights.remote(weights, version))
+        self._supervisor.gather(calls, self._timeouts.step_s, "weight sync")
+
+    def generate(self, requests: list[Request], *, version: int, max_tokens: int, temperature: float) -> list[Response]:
+        shares = np.array_split(np.arange(len(requests)), len(self.actors))
+        calls = self._calls(
+            lambda actor, index: actor.generate.remote(
+                [requests[row] for row in shares[index]], version, max_tokens, temperature
+            )
+        )
+        answers = self._supervisor.gather(calls, self._timeouts.step_s, "rollout")
+        return [response for answer in answers for response in answer]
+
+    def _calls(self, call: Any) -> list[tuple[str, Any]]:
+        return [(f"engine {index}", call(actor, index)) for index, actor in enumerate(self.actors)]

@@ -1,0 +1,172 @@
+"""Starting the trainer in a process of its own and following it: a plain child, or a Ray job on a cluster.
+
+The trainer's events arrive as lines `KEEPSTEP_EVENT {json}` on its standard output, here and through the job's log, so
+that nobody needs to see its disk. Its last event tells how it ended.
+
+Concurrency:
+  reader (caller's thread)  consumes the trainer's output until it ends; hands events to `on_event`
+  stop watcher              waits for `stop` or the trainer's end (0.2 s polls); sends SIGTERM, or stops the job
+  the trainer's stdin       is a pipe that this process holds: it ends within seconds of this process's death
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any
+
+from keepstep import attempts, errors
+from keepstep.config.schema import RunConfig
+from keepstep.run import RunDir
+
+EVENT_PREFIX = "KEEPSTEP_EVENT "
+CONFIG_VARIABLE = "KEEPSTEP_CONFIG_JSON"
+FLOW_VARIABLE = "KEEPSTEP_FLOW_PID"
+TERMINAL_EVENTS = ("finished", "failed", "preempted", "fenced")
+POLL_S = 0.2
+
+Event = dict[str, Any]
+OnEvent = Callable[[Event], None]
+
+
+def run_trainer(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Event:
+    """Run one attempt in another process; return result.json's content.
+
+    Args:
+        on_event: told every event, from this thread.
+        stop: set it to have the trainer save and leave.
+
+    Raises:
+        KeepstepError: the class and message with which the attempt ended.
+    """
+    last = _run_job(config, on_event, stop) if config.ray.address else _run_child(config, on_event, stop)
+    if last.get("event") == "finished":
+        return last["result"]
+    raise error_of(last)
+
+
+def error_of(event: Event) -> errors.KeepstepError:
+    """The error that a terminal event speaks of."""
+    classes = {cls.failure_class: cls for cls in _all_errors(errors.KeepstepError)}
+    error = classes.get(event.get("class", ""), errors.WorkerDiedError)(event["message"], event.get("remedy", ""))
+    error.retry = bool(event.get("retry", error.retry))
+    return error
+
+
+def terminal_event(error: errors.KeepstepError) -> Event:
+    """What a trainer says last when it failed before it had a run to write into."""
+    return {"event": "failed", "class": error.failure_class, "message": error.message, "remedy": error.remedy, "retry": error.retry}
+
+
+def _run_child(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Event:
+    environment = os.environ | {CONFIG_VARIABLE: config.model_dump_json(), FLOW_VARIABLE: str(os.getpid())}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keepstep.cli.main", "train", "--from-env", "--events-stdout", "--watch-stdin"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+        text=True,
+    )
+    watcher = threading.Thread(target=_pass_on_stop, args=(process, stop, config.retry.term_grace_s), daemon=True)
+    watcher.start()
+    assert process.stdout is not None and process.stdin is not None
+    with process.stdin, process.stdout:
+        last, tail = _follow(process.stdout, on_event)
+        status = process.wait(timeout=60)
+    _end_leftovers(config, process.pid)
+    return last or _lost(f"the trainer's process {process.pid} ended with {status}", tail)
+
+
+def _pass_on_stop(process: subprocess.Popen[str], stop: threading.Event, grace_s: float) -> None:
+    """SIGTERM the trainer when `stop` is set; it has its own grace timer, this one is for a trainer that hangs."""
+    while process.poll() is None and not stop.wait(POLL_S):
+        pass
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=grace_s + 10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _end_leftovers(config: RunConfig, pid: int) -> None:
+    """A trainer that was killed leaves Ray's processes behind: end those that its attempt recorded."""
+    run = RunDir.at(config.trainer.output_dir)
+    record = attempts.newest_record(run)
+    if record is not None and record["owner"]["pid"] == pid:
+        attempts.end_leftovers(run, before=record["attempt"] + 1)
+
+
+def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Event:
+    from ray.job_submission import JobStatus, JobSubmissionClient
+
+    client = JobSubmissionClient(config.ray.address)
+    job = client.submit_job(
+        entrypoint="python -m keepstep.cli.main train --from-env --events-stdout",
+        runtime_env={"env_vars": {CONFIG_VARIABLE: config.model_dump_json()}},
+    )
+    over = threading.Event()
+
+    def pass_on_stop() -> None:
+        while not over.is_set() and not stop.wait(POLL_S):
+            pass
+        if not over.is_set():
+            client.stop_job(job)
+
+    threading.Thread(target=pass_on_stop, daemon=True).start()
+    try:
+        last, tail = _follow(_job_lines(client, job), on_event)
+    finally:
+        over.set()
+    status = client.get_job_status(job)
+    if last is None and status == JobStatus.STOPPED:
+        return {"event": "preempted", "class": "preempted", "message": f"Ray job {job} was stopped.", "retry": True}
+    return last or _lost(f"Ray job {job} ended as {status}", tail)
+
+
+def _job_lines(client: Any, job: str) -> Iterator[str]:
+    """Lines of a job's log as they come. The client's own tail is a coroutine; polling its text needs no event loop."""
+    position = 0
+    while True:
+        over = client.get_job_status(job).is_terminal()
+        text = client.get_job_logs(job)
+        end = len(text) if over else text.rfind("\n") + 1
+        yield from text[position:end].splitlines()
+        position = end
+        if over:
+            return
+        time.sleep(POLL_S)
+
+
+def _follow(lines: Iterable[str] | IO[str], on_event: OnEvent) -> tuple[Event | None, list[str]]:
+    """(terminal event or None, last lines that were no events) of a trainer's output."""
+    last: Event | None = None
+    tail: list[str] = []
+    for line in lines:
+        if not line.startswith(EVENT_PREFIX):
+            tail = [*tail[-19:], line.rstrip()]
+            continue
+        event = json.loads(line[len(EVENT_PREFIX) :])
+        on_event(event)
+        if event["event"] in TERMINAL_EVENTS:
+            last = event
+    return last, tail
+
+
+def _lost(what: str, tail: list[str]) -> Event:
+    message = f"{what} without a word" + (":\n  " + "\n  ".join(tail[-5:]) if tail else ".")
+    return {"event": "failed", "class": "worker_died", "message": message, "remedy": "", "retry": True}
+
+
+def _all_errors(cls: type[errors.KeepstepError]) -> Iterator[type[errors.KeepstepError]]:
+    yield cls
+    for child in cls.__subclasses__():
+        yield from _all_errors(child)

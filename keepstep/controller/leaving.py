@@ -1,0 +1,73 @@
+"""Being asked to leave: SIGTERM, Ctrl-C, a parent that is gone, a newer attempt.
+
+Concurrency:
+  signal handler   sets `asked`; the loop heeds it at the end of the step, start-up at once
+  grace timer      started by the first signal; after `term_grace_s`, or at a second signal, ends the process
+  stdin watcher    blocks on standard input; end of file means that the parent died: ends the process
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from keepstep.errors import EXIT_FAILED, EXIT_PREEMPTED, FencedError, Preempted
+
+
+class Leaving:
+    """Notices that the attempt should end. `end_now(status_class)` ends its processes; it must not return slowly."""
+
+    def __init__(self, grace_s: float, end_now: Callable[[str, str], None]) -> None:
+        self.asked = threading.Event()
+        self.training = False
+        """While False, being asked to leave raises at the next wait; while True the loop ends its step first."""
+        self.fenced: threading.Event | None = None
+        self._grace_s = grace_s
+        self._end_now = end_now
+        self._end_lock = threading.Lock()
+
+    def install(self, *, watch_stdin: bool) -> None:
+        """Take over SIGTERM and SIGINT; watch standard input when a parent holds its other end."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        if watch_stdin:
+            threading.Thread(target=self._watch_stdin, name="stdin-watch", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise when waiting any longer makes no sense.
+
+        Raises:
+            FencedError: a newer attempt owns the run.
+            Preempted: asked to leave before training began.
+        """
+        if self.fenced is not None and self.fenced.is_set():
+            raise FencedError("A newer attempt took the run over.")
+        if self.asked.is_set() and not self.training:
+            raise Preempted("Asked to leave during start-up.")
+
+    def heed(self) -> bool:
+        return self.asked.is_set()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.asked.is_set():
+            self._exit("preempted", "asked to leave twice", EXIT_PREEMPTED)
+        self.asked.set()
+        timer = threading.Timer(
+            self._grace_s, self._exit, ("preempted", f"no end within {self._grace_s:.0f} s of grace", EXIT_PREEMPTED)
+        )
+        timer.daemon = True
+        timer.start()
+
+    def _watch_stdin(self) -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        self._exit("orphaned", "the process that started this attempt is gone", EXIT_FAILED)
+
+    def _exit(self, failure_class: str, reason: str, status: int) -> None:
+        with self._end_lock:
+            self._end_now(failure_class, reason)
+            os._exit(status)

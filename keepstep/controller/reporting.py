@@ -1,0 +1,69 @@
+"""What a training attempt writes for people: train.log, metrics.jsonl, TensorBoard, and the step events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import Any
+
+from keepstep.config.load import to_dotted
+from keepstep.config.schema import RunConfig
+from keepstep.events.log import EventLog, utc_now
+from keepstep.run import RunDir
+
+logger = logging.getLogger("keepstep")
+
+STEP_FIELDS = {
+    "critic/rewards/mean": "reward",
+    "actor/kl_loss": "kl",
+    "actor/lr": "lr",
+    "response_length/mean": "response_length",
+    "val/reward/mean": "val_reward",
+    "timing_s/step": "seconds",
+}
+
+
+def open_log(run: RunDir, attempt: int) -> None:
+    """Send the log of this process to logs/attempt_<n>/train.log; `logs/latest` points at the newest attempt."""
+    path = run.train_log(attempt)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
+        logger.removeHandler(old)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def log_config(config: RunConfig) -> None:
+    """Every setting as a dotted `key=value` line."""
+    for line in to_dotted(config):
+        logger.info(line)
+
+
+class Reporter:
+    """Called with the metrics of every finished step."""
+
+    def __init__(self, run: RunDir, events: EventLog, total_steps: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = events
+        self._total_steps = total_steps
+        self._attempt = events.attempt
+        self._metrics = os.open(run.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._board = SummaryWriter(str(run.tensorboard), flush_secs=30)
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> None:
+        fields = {short: metrics[name] for name, short in STEP_FIELDS.items() if name in metrics}
+        self._events.emit("step", step=step, total=self._total_steps, **fields)
+        line: dict[str, Any] = {"time": utc_now(), "attempt": self._attempt, "step": step, **metrics}
+        os.write(self._metrics, (json.dumps(line, allow_nan=False) + "\n").encode())
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+        logger.info("step %d/%d %s", step, self._total_steps, " ".join(f"{k}={v:.6g}" for k, v in fields.items()))
+
+    def close(self) -> None:
+        self._board.close()
+        os.close(self._metrics)

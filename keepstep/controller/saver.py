@@ -1,0 +1,221 @@
+"""Saving behind the loop: snapshot, write, verify, publish the pointer, retire old ones, queue the upload.
+
+Concurrency:
+  loop -> saver thread   one save in flight; the next `save` waits for it and says how long it waited
+  saver thread           consumes one save; waits for the writer (checkpoint.save_timeout_s) and the verifier
+                         (checkpoint.verify_timeout_s); produces events and verified steps for the uploader
+  failures               are raised in the loop, at its next `raise_if_failed` or `save`
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from keepstep.attempts import Attempt
+from keepstep.checkpoint import retention
+from keepstep.checkpoint.cadence import upload_due
+from keepstep.checkpoint.publish import point_latest, quarantine, remove
+from keepstep.checkpoint.writer import SaveRequest, SaveResult
+from keepstep.config.schema import RunConfig
+from keepstep.controller.children import run_command
+from keepstep.controller.groups import RankGroup
+from keepstep.controller.state import TrainState
+from keepstep.controller.supervision import Supervisor
+from keepstep.controller.uploader import Uploader
+from keepstep.errors import CheckpointError, WorkerDiedError
+from keepstep.events.log import EventLog, read_jsonl
+from keepstep.run import RunDir
+
+MAX_FAILURES_IN_A_ROW = 2
+
+
+@dataclass
+class SaveContext:
+    """What every save of an attempt has in common."""
+
+    run: RunDir
+    run_id: str
+    config: RunConfig
+    config_yaml: str
+    model_files: str
+    num_rows: int
+    has_reference: bool
+    total_steps: int
+    resumed_step: int | None
+    waive_exactness: bool = False
+
+
+@dataclass
+class Saver:
+    context: SaveContext
+    attempt: Attempt
+    events: EventLog
+    supervisor: Supervisor
+    uploader: Uploader
+    start_writer: Callable[[], Any]
+    writer: Any = None
+    last_saved: int | None = None
+    wanted: bool = False
+    """A save failed its verification: save again at the next step."""
+    _in_flight: Future[None] | None = None
+    _num_failures: int = 0
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="saver"))
+
+    def save(self, state: TrainState, ranks: RankGroup) -> None:
+        """Copy the ranks' state to host memory and hand it on. Returns when the copies are taken."""
+        waited_s = self.wait()
+        self.attempt.check()
+        config = self.context.config
+        reference_step = self._reference_step()
+        reference = ranks.reference_snapshots() if self.context.has_reference and reference_step is None else []
+        snapshots = ranks.snapshots()
+        calls = [(f"rank {rank}", reference) for rank, reference in enumerate(snapshots)]
+        ready, late = ray.wait(
+            [r for _, r in calls] + reference, num_returns=len(calls) + len(reference),
+            timeout=config.timeouts.step_s, fetch_local=False,
+        )  # fmt: skip
+        if late:
+            raise WorkerDiedError(f"Saving step {state.global_step}: {len(late)} ranks gave no snapshot.")
+        request = SaveRequest(
+            run_root=str(self.context.run.root),
+            run_id=self.context.run_id,
+            attempt=self.attempt.number,
+            step=state.global_step,
+            world_size=config.world_size,
+            has_reference=self.context.has_reference,
+            reference_step=reference_step,
+            trainer_state=state.to_record(self.context.num_rows),
+            config_yaml=self.context.config_yaml,
+            model_files=self.context.model_files,
+            engine_state={"weight_version": state.global_step, "temperature": config.actor_rollout_ref.rollout.temperature},
+            waive_exactness=self.context.waive_exactness,
+        )
+        self.wanted = False
+        self.last_saved = state.global_step
+        self._in_flight = self._thread.submit(self._publish, request, snapshots, reference, waited_s)
+
+    def wait(self) -> float:
+        """Wait for the save in flight, raise its failure, return the seconds waited."""
+        begin = time.monotonic()
+        if self._in_flight is not None:
+            checkpoint = self.context.config.checkpoint
+            self._in_flight.result(timeout=2 * (checkpoint.save_timeout_s + checkpoint.verify_timeout_s))
+            self._in_flight = None
+        return time.monotonic() - begin
+
+    def raise_if_failed(self) -> None:
+        """Raise what the save in flight failed with, without waiting for one that goes on."""
+        if self._in_flight is not None and self._in_flight.done():
+            self.wait()
+
+    def _publish(self, request: SaveRequest, snapshots: list[Any], reference: list[Any], waited_s: float) -> None:
+        begin = time.monotonic()
+        result = self._write(request, snapshots, reference)
+        fields: dict[str, Any] = {"num_bytes": result.num_bytes, "write_s": round(time.monotonic() - begin, 3)}
+        fields |= {"waited_s": round(waited_s, 3)} if waited_s > 0.001 else {}
+        fields |= {"quarantined": result.quarantined} if result.quarantined else {}
+        self.events.emit("checkpoint_saved", step=request.step, outcome=result.outcome, **fields)
+        reasons = self._verify(request.step)
+        if reasons:
+            self._reject(request.step, reasons)
+            return
+        self._num_failures = 0
+        point_latest(self.context.run, request.step, self.attempt.check)
+        self._retire(request.step)
+        if self._upload_due(request.step):
+            self.uploader.add(request.step)
+
+    def _write(self, request: SaveRequest, snapshots: list[Any], reference: list[Any]) -> SaveResult:
+        """Let the writer write; one that dies is started again and writes the same snapshots."""
+        timeout_s = self.context.config.checkpoint.save_timeout_s
+        for last_try in (False, True):
+            try:
+                call = self.writer.save.remote(request, reference, *snapshots)
+                return self.supervisor.gather([("writer", call)], timeout_s, f"saving step {request.step}")[0]
+            except WorkerDiedError:
+                if last_try:
+                    raise
+                self.events.emit("worker_lost", role="writer", step=request.step)
+                self.writer = self.start_writer()
+                self.events.emit("recovered", role="writer", step=request.step)
+        raise AssertionError("unreachable")
+
+    def _verify(self, step: int) -> list[str]:
+        """Reasons against the published checkpoint, read back from disk by a process of its own; none: it is good."""
+        folder = self.context.run.checkpoint(step)
+        begin = time.monotonic()
+        for last_try in (False, True):
+            found = run_command(
+                ["verify", str(folder), "--json"],
+                attempt=self.attempt,
+                role="verifier",
+                timeout_s=self.context.config.checkpoint.verify_timeout_s,
+            )
+            if found.status == 0:
+                self.events.emit("checkpoint_verified", step=step, verify_s=round(time.monotonic() - begin, 3))
+                return []
+            if found.status == 1 and found.stdout.strip():
+                return json.loads(found.stdout)["reasons"]
+            if last_try:
+                raise WorkerDiedError(f"The verifier of step {step} ended with {found.status}: {found.stderr.strip()[-300:]}")
+        raise AssertionError("unreachable")
+
+    def _reject(self, step: int, reasons: list[str]) -> None:
+        run = self.context.run
+        self._num_failures += 1
+        self.wanted = True
+        moved = quarantine(run, run.checkpoint(step), step, "failed-verification", self.attempt.check)
+        self.events.emit("checkpoint_rejected", step=step, reason="; ".join(reasons), quarantined=str(moved))
+        if self._num_failures >= MAX_FAILURES_IN_A_ROW:
+            raise CheckpointError(
+                f"{self._num_failures} checkpoints in a row failed their verification, the last at step {step}: {reasons[0]}",
+                f"The disk under {run.checkpoints} damages what is written to it; look at {run.quarantine}.",
+            )
+
+    def _retire(self, newest: int) -> None:
+        """Delete verified checkpoints that no rule keeps."""
+        run, checkpoint = self.context.run, self.context.config.checkpoint
+        verified = verified_steps(run) | {newest}
+        on_disk = [step for step in run.steps() if step in verified]
+        waiting = {step for step in on_disk if self._upload_due(step) and not run.upload(step).exists()}
+        needed = waiting | {newest} | ({self.context.resumed_step} if self.context.resumed_step else set())
+        for step in retention.to_delete(
+            on_disk, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every, needed=needed
+        ):
+            remove(run, step, self.attempt.check)
+            self.events.emit("checkpoint_pruned", step=step)
+
+    def _upload_due(self, step: int) -> bool:
+        config = self.context.config
+        return config.s3_enabled and upload_due(
+            step,
+            save_freq=config.trainer.save_freq,
+            upload_interval=config.s3.upload_interval,
+            last_step=self.context.total_steps,
+        )
+
+    def _reference_step(self) -> int | None:
+        """A verified step on disk whose reference this run's next save can link."""
+        if not self.context.has_reference:
+            return None
+        verified = verified_steps(self.context.run) | {self.context.resumed_step}
+        steps = [step for step in self.context.run.steps() if step in verified]
+        return steps[-1] if steps else None
+
+
+def verified_steps(run: RunDir) -> set[int]:
+    """Steps that were verified last time anything was said of them."""
+    verified: set[int] = set()
+    for event in read_jsonl(run.events):
+        if event.get("event") == "checkpoint_verified":
+            verified.add(event["step"])
+        elif event.get("event") in ("checkpoint_rejected", "checkpoint_pruned"):
+            verified.discard(event["step"])
+    return verified

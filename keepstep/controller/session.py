@@ -1,0 +1,236 @@
+"""One attempt, from the checks to its outcome. The order is: checks, lease, record, plan, start, train, finish.
+
+    run_attempt ── prepare (writes nothing) ── Attempt.acquire ── Session.execute ── outcome in attempts/<n>.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keepstep
+from keepstep.attempts import Attempt
+from keepstep.checkpoint import layout
+from keepstep.checkpoint.plan import ResumePlan, plan
+from keepstep.checkpoint.publish import quarantine, sweep_temporaries
+from keepstep.checkpoint.verify import verify
+from keepstep.config.load import to_yaml
+from keepstep.config.schema import RunConfig
+from keepstep.controller.finishing import finish, pending_uploads
+from keepstep.controller.leaving import Leaving
+from keepstep.controller.reporting import log_config, logger, open_log
+from keepstep.controller.uploader import Uploader
+from keepstep.errors import BugError, CheckpointError, ConfigError, KeepstepError, Preempted
+from keepstep.events.log import EventLog, Listener, utc_now
+from keepstep.platform import servers
+from keepstep.preflight.contract import EXACTNESS
+from keepstep.preflight.start import Start, prepare
+from keepstep.processes import ProcessRef, terminate
+from keepstep.quickstart.make import made_path
+from keepstep.run import RunDir, read_json, write_atomic, write_json
+
+Record = dict[str, Any]
+
+
+def run_attempt(
+    config: RunConfig, *, flow: ProcessRef | None = None, listeners: Sequence[Listener] = (), watch_stdin: bool = False
+) -> Record:
+    """Train `config`'s run to its end in this process and return result.json's content.
+
+    Raises:
+        KeepstepError: how the attempt failed; it stands in attempts/<n>.json as well.
+    """
+    run = RunDir.at(config.trainer.output_dir)
+    try:
+        start = prepare(config)
+        attempt = Attempt.acquire(
+            run,
+            others=([flow] if flow else []) + start.servers,
+            lease_timeout_s=config.retry.lease_timeout_s,
+            heartbeat_s=config.retry.heartbeat_s,
+            at_least=(start.remote.highest_attempt() if start.remote else 0) + 1,
+        )
+        return Session(start, attempt, listeners, watch_stdin).run_to_outcome()
+    finally:
+        servers.release(run.platform, ProcessRef.current("controller"))
+
+
+class Session:
+    """What one attempt holds while it lives."""
+
+    def __init__(self, start: Start, attempt: Attempt, listeners: Sequence[Listener], watch_stdin: bool) -> None:
+        self.start = start
+        self.config = start.config
+        self.run = start.run
+        self.attempt = attempt
+        self.record = self._write_record()
+        open_log(self.run, attempt.number)
+        self.events = EventLog(self.run.events, attempt.number)
+        self.events.listeners += listeners
+        self.leaving = Leaving(self.config.retry.term_grace_s, self._end_now)
+        self.leaving.fenced = attempt.fenced
+        self.leaving.install(watch_stdin=watch_stdin)
+        self.uploader: Uploader | None = None
+
+    def run_to_outcome(self) -> Record:
+        """`execute`, with the outcome recorded however it ends and no process left behind."""
+        try:
+            result = self.execute()
+            outcome: Record = {"status": "finished", "step": result["final_step"]}
+            self.events.emit("finished", step=result["final_step"], result=result)
+            return result
+        except KeepstepError as error:
+            outcome = self._failed(error)
+            raise
+        except BaseException as error:
+            logger.exception("unexpected failure")
+            bug = BugError(f"{type(error).__name__}: {error}", f"The traceback is in {self.run.train_log(self.attempt.number)}.")
+            outcome = self._failed(bug)
+            raise bug from error
+        finally:
+            self._end_processes()
+            self.attempt.close(outcome)
+            self.events.close()
+
+    def execute(self) -> Record:
+        """The attempt itself."""
+        self._log_start()
+        sweep_temporaries(self.run, self.attempt.check)
+        chosen = self._plan()
+        if self.config.s3_enabled:
+            self.uploader = Uploader(self.run, self.config.s3, self.attempt, self.events, self.start.environment)
+            for step in pending_uploads(self.config, self.run, self.start.total_steps):
+                self.uploader.add(step)
+        if (chosen.step or 0) < self.start.total_steps:
+            from keepstep.controller.training import train
+
+            train(self, chosen)
+        return finish(self)
+
+    def checkpoint_folder(self, step: int) -> Path:
+        return self.run.checkpoint(step)
+
+    def model_files(self, resumed_step: int | None) -> str:
+        """Folder with config and tokenizer: the model's own, or the resumed checkpoint's where a made model is gone."""
+        folder = made_path(self.config.actor_rollout_ref.model.path, self.run)
+        if not (folder / "config.json").is_file() and resumed_step is not None:
+            folder = self.run.checkpoint(resumed_step) / layout.TOKENIZER_DIR
+        return str(folder)
+
+    def waive_exactness(self) -> bool:
+        """Whether this run has accepted, in writing, that replayed steps may differ."""
+        return bool(self.record.get("waivers"))
+
+    def _write_record(self) -> Record:
+        """run.json and config.yaml at the first start; brought back from the store for a lost folder; waivers added."""
+        record = self.start.existing
+        if record is None:
+            record = {
+                "run_id": uuid.uuid4().hex,
+                "created": utc_now(),
+                "keepstep": keepstep.__version__,
+                "layout_version": layout.LAYOUT_VERSION,
+                "contract": self.start.terms,
+                "dataset": self.start.dataset,
+                "waivers": [],
+            }
+        waived = [drift.field for drift in self.start.waived] + [f for f in self.config.resume.allow if f == EXACTNESS]
+        if waived:
+            record["waivers"] = [*record.get("waivers", []), {"time": utc_now(), "attempt": self.attempt.number, "fields": waived}]
+            record["contract"] |= {drift.field: drift.now for drift in self.start.waived}
+        self.attempt.check()
+        if not self.run.config.exists():
+            write_atomic(self.run.config, to_yaml(self.config).encode())
+        if waived or not self.run.has_record():
+            write_json(self.run.record, record)
+        return record
+
+    def _log_start(self) -> None:
+        logger.info("Keepstep %s, attempt %d of run %s in %s", keepstep.__version__, self.attempt.number, self.record["run_id"], self.run.root)
+        log_config(self.config)
+        logger.info("seed=%d python=%s host=%s", self.config.trainer.seed, platform.python_version(), platform.node())
+        for warning in self.start.warnings:
+            logger.warning(warning)
+        self.events.emit("attempt_started", total_steps=self.start.total_steps, seed=self.config.trainer.seed)
+
+    def _plan(self) -> ResumePlan:
+        """Choose where to go on, set aside what failed verification, fetch the choice from the store if need be."""
+        config = self.config.resume
+        chosen = plan(
+            self.run,
+            policy=config.policy,
+            prefer_multiple=config.prefer_multiple,
+            max_rewind_steps=config.max_rewind_steps,
+            remote=self.start.remote,
+            expected_run_id=self.record["run_id"],
+            only_step=self._asked_step(),
+        )
+        for rejection in chosen.rejections:
+            self.events.emit("checkpoint_rejected", step=rejection.step, source=rejection.source, reason=rejection.reason)
+            if rejection.source == "local" and self.run.checkpoint(rejection.step).exists():
+                folder = self.run.checkpoint(rejection.step)
+                quarantine(self.run, folder, rejection.step, "failed-verification", self.attempt.check)
+        if chosen.step is not None and chosen.source == "s3":
+            self.start.remote.download(chosen.step, self.run, self.attempt.check)
+            self.events.emit("checkpoint_downloaded", step=chosen.step)
+        for sentence in chosen.describe():
+            logger.info(sentence)
+        if chosen.step is not None:
+            self.events.emit("checkpoint_verified", step=chosen.step)
+            self.events.emit(
+                "resumed", step=chosen.step, checkpoint=str(self.run.checkpoint(chosen.step)), plan=chosen.to_record()
+            )
+        return chosen
+
+    def _asked_step(self) -> int | None:
+        """The step that `trainer.resume_from_checkpoint` names."""
+        asked = self.config.trainer.resume_from_checkpoint
+        if asked is None:
+            return None
+        folder = Path(os.path.realpath(asked))
+        found = verify(folder)
+        if folder.parent != Path(os.path.realpath(self.run.checkpoints)) or not found.resumable or found.step is None:
+            reason = found.reasons[0] if found.reasons else f"it is not one of {self.run.checkpoints}"
+            raise CheckpointError(
+                f"trainer.resume_from_checkpoint: {asked} cannot be resumed from: {reason}.",
+                f"See what can: keepstep plan {self.run.root}",
+            )
+        return found.step
+
+    def _failed(self, error: KeepstepError) -> Record:
+        outcome: Record = {
+            "status": "preempted" if isinstance(error, Preempted) else "failed",
+            "class": error.failure_class,
+            "message": error.message,
+            "remedy": error.remedy,
+            "retry": error.retry,
+        }
+        logger.error("%s", error)
+        kind = {"preempted": "preempted", "fenced": "fenced"}.get(error.failure_class, "failed")
+        self.events.emit(kind, **{key: value for key, value in outcome.items() if key != "status"})
+        return outcome
+
+    def _end_processes(self) -> None:
+        """End what this attempt started; the flow and the shared servers are not its own."""
+        own = os.getpid()
+        keep = ("flow", *servers.ROLES)
+        terminate([ref for ref in self.attempt.processes() if ref.role not in keep and ref.pid != own], grace_s=1.0)
+
+    def _end_now(self, failure_class: str, reason: str) -> None:
+        """Leave at once, from a signal or a watcher thread."""
+        try:
+            outcome = {"status": "preempted" if failure_class == "preempted" else "failed", "class": failure_class,
+                       "message": reason, "remedy": "", "retry": True}  # fmt: skip
+            self.events.emit("preempted" if failure_class == "preempted" else "failed", **{
+                key: value for key, value in outcome.items() if key != "status"})  # fmt: skip
+            self.attempt.close(outcome)
+        finally:
+            self._end_processes()
+            servers.release(self.run.platform, ProcessRef.current("controller"))

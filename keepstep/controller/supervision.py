@@ -1,0 +1,91 @@
+"""Waiting for remote work: always with a time limit, always telling which role failed.
+
+Ray reports a dead actor in a fraction of a second and a hung one never, so every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
+
+from keepstep import errors
+
+POLL_S = 0.5
+CAUSE_PATIENCE_S = 3.0
+
+
+class Supervisor:
+    """Gathers results of remote calls; `check` is called while waiting and may raise (fenced, asked to leave)."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def gather(self, calls: Sequence[tuple[str, Any]], timeout_s: float, what: str) -> list[Any]:
+        """Results of (role, reference) pairs, in order.
+
+        Raises:
+            WorkerDiedError: a process went away, with its role.
+            NoProgressError: not all answered within `timeout_s`.
+            KeepstepError: what the remote code raised, if it is one of ours.
+        """
+        role_of = {reference: role for role, reference in calls}
+        results: dict[Any, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(results) < len(role_of):
+            pending = [reference for reference in role_of if reference not in results]
+            self._check()
+            if time.monotonic() > deadline:
+                roles = ", ".join(sorted({role_of[reference] for reference in pending}))
+                raise errors.NoProgressError(f"{what}: no answer from {roles} within {timeout_s:.0f} s.")
+            ready, _ = ray.wait(pending, num_returns=1, timeout=POLL_S)
+            for reference in ready:
+                try:
+                    results[reference] = ray.get(reference)
+                except (RayActorError, RayTaskError, GetTimeoutError) as error:
+                    raise self._diagnose(error, role_of, pending, what) from error
+        return [results[reference] for _, reference in calls]
+
+    def _diagnose(self, error: Exception, role_of: dict[Any, str], pending: list[Any], what: str) -> errors.KeepstepError:
+        """The cause of a failed call. A rank that lost its peer fails too: the peer's death is the cause to report."""
+        dead = self._dead_roles(role_of, pending, patience_s=CAUSE_PATIENCE_S)
+        if dead:
+            return errors.WorkerDiedError(f"{what}: {', '.join(sorted(dead))} died.")
+        return classify(error, what)
+
+    def _dead_roles(self, role_of: dict[Any, str], pending: list[Any], patience_s: float) -> set[str]:
+        deadline = time.monotonic() + patience_s
+        dead: set[str] = set()
+        remaining = list(pending)
+        while remaining and not dead and time.monotonic() < deadline:
+            ready, remaining = ray.wait(remaining, num_returns=1, timeout=POLL_S)
+            for reference in ready:
+                try:
+                    ray.get(reference)
+                except (ActorDiedError, ActorUnavailableError):
+                    dead.add(role_of[reference])
+                except Exception:
+                    continue
+        return dead
+
+
+def classify(error: BaseException, what: str) -> errors.KeepstepError:
+    """Our error for whatever a remote call raised."""
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, errors.KeepstepError):
+        return cause
+    if isinstance(error, RayActorError):
+        return errors.WorkerDiedError(f"{what}: a worker died ({_first_line(error)}).")
+    if isinstance(cause, (MemoryError, OutOfMemoryError)) or "out of memory" in str(cause).lower():
+        return errors.OutOfMemoryError(f"{what}: out of memory ({_first_line(cause)}).")
+    if isinstance(cause, OSError) and cause.errno in (28, 122):
+        return errors.NoRoomError(f"{what}: no room on the filesystem ({cause}).", "Free space or lower checkpoint.keep_last.")
+    return errors.BugError(f"{what}: {type(cause).__name__}: {_first_line(cause)}")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

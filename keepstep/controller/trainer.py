@@ -1,0 +1,246 @@
+"""The GRPO loop. `Trainer.fit` is the algorithm; everything else here is one act of it.
+
+Single controller (HybridFlow, arXiv:2409.19256): this process decides, ranks and engines compute.
+
+Concurrency, as seen from here:
+  the loop          consumes prompts, produces steps; waits for ranks and engines (timeouts.step_s); woken by Ray
+  the saver         consumes snapshots that the loop hands over; the loop waits for it only when a save is in flight
+  the uploader      consumes verified steps from the saver; the loop never waits for it before the end
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepstep.actor.batch import Batch, deal, pack
+from keepstep.algorithm.advantages import grpo_advantages
+from keepstep.checkpoint.cadence import due
+from keepstep.config.schema import RunConfig
+from keepstep.controller.groups import EngineGroup, RankGroup
+from keepstep.controller.saver import Saver
+from keepstep.controller.state import TrainState
+from keepstep.data.loader import Dataset, Row
+from keepstep.data.order import rows_at, sample_seed
+from keepstep.errors import NonFiniteError, StaleWeightsError
+from keepstep.rewards.load import RewardFunction, score
+from keepstep.rollout.types import Request, Response
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class Parts:
+    """What the loop works with."""
+
+    ranks: RankGroup
+    engines: EngineGroup
+    saver: Saver
+    train_set: Dataset
+    val_set: Dataset | None
+    reward: RewardFunction
+    decode: Callable[[list[int]], str]
+    pad_id: int
+    report: Callable[[int, Metrics], None]
+    """Told every finished step."""
+    heed: Callable[[], bool]
+    """Whether the attempt was asked to leave."""
+
+
+class Trainer:
+    """One attempt's training, from `state` to `total_steps`."""
+
+    def __init__(self, config: RunConfig, parts: Parts, state: TrainState, total_steps: int) -> None:
+        self.config = config
+        self.parts = parts
+        self.state = state
+        self.total_steps = total_steps
+        self._timings: Metrics = {}
+
+    def fit(self) -> None:
+        """Train to the last step, or to the end of the step in which the attempt is asked to leave."""
+        self.sync_weights()
+        if self.state.global_step == 0 and self.config.trainer.val_before_train:
+            self.validate()
+        while self.state.global_step < self.total_steps:
+            begin = time.monotonic()
+            rows = self.next_prompts()
+            responses = self.generate(rows)
+            rewards = self.score(rows, responses)
+            batch = self.pack(rows, responses, self.advantages(rewards))
+            metrics = self.update(batch)
+            self.advance(batch, rewards, responses, metrics)
+            self.sync_weights()
+            if self._due(self.config.trainer.test_freq):
+                metrics |= self.validate()
+            self.report(metrics, begin)
+            if self._due(self.config.trainer.save_freq) or self.state.global_step == self.total_steps:
+                self.save()
+            if self.parts.heed():
+                break
+
+    def next_prompts(self) -> list[Row]:
+        """The next rows in the run's order; that order is a function of (seed, offset) alone."""
+        data, trainer = self.config.data, self.config.trainer
+        indices = rows_at(
+            self.state.train_dataset_offset,
+            data.train_batch_size,
+            num_rows=len(self.parts.train_set),
+            seed=trainer.seed,
+            shuffle=data.shuffle,
+        )
+        return [self.parts.train_set[index] for index in indices]
+
+    def generate(self, rows: list[Row]) -> list[Response]:
+        """`rollout.n` responses to each prompt, in order of prompts."""
+        rollout, step = self.config.actor_rollout_ref.rollout, self.state.global_step + 1
+        requests = [
+            Request(row.prompt_ids, sample_seed(self.config.trainer.seed, step, prompt, sample))
+            for prompt, row in enumerate(rows)
+            for sample in range(rollout.n)
+        ]
+        with self._timed("rollout"):
+            return self.parts.engines.generate(
+                requests,
+                version=self.state.global_step,
+                max_tokens=self.config.data.max_response_length,
+                temperature=rollout.temperature,
+            )
+
+    def score(self, rows: list[Row], responses: list[Response]) -> np.ndarray:
+        """Rewards [num_prompts, group_size]."""
+        group_size = self.config.actor_rollout_ref.rollout.n
+        with self._timed("reward"):
+            rewards = [self._score_one(rows[index // group_size], response) for index, response in enumerate(responses)]
+        return np.array(rewards, dtype=np.float64).reshape(len(rows), group_size)
+
+    def advantages(self, rewards: np.ndarray) -> np.ndarray:
+        """Group-relative advantages [num_prompts * group_size]."""
+        algorithm = self.config.algorithm
+        found = grpo_advantages(torch.from_numpy(rewards), normalize_by_std=algorithm.norm_adv_by_std_in_grpo)
+        return found.flatten().numpy()
+
+    def pack(self, rows: list[Row], responses: list[Response], advantages: np.ndarray) -> Batch:
+        group_size = self.config.actor_rollout_ref.rollout.n
+        prompts = [row.prompt_ids for row in rows for _ in range(group_size)]
+        batch = pack(prompts, [r.token_ids for r in responses], [r.log_probs for r in responses], self.parts.pad_id)
+        return batch.with_advantages(advantages)
+
+    def update(self, batch: Batch) -> Metrics:
+        """Old and reference log-probs, the guard against stale engine weights, then the optimizer updates."""
+        actor, world_size = self.config.actor_rollout_ref.actor, self.config.world_size
+        group_size = self.config.actor_rollout_ref.rollout.n
+        dealt = deal(self.config.data.train_batch_size, group_size, actor.ppo_mini_batch_size, world_size)
+        shards = [batch.rows([row for mini in rank for row in mini]) for rank in dealt]
+        sizes = [[len(mini) for mini in rank] for rank in dealt]
+        mini_batches = [[list(range(sum(s[:i]), sum(s[: i + 1]))) for i in range(len(s))] for s in sizes]
+        with self._timed("log_probs"):
+            log_probs = self.parts.ranks.log_probs(shards)
+        guard = self._guard(shards, log_probs)
+        with self._timed("update"):
+            return guard | self.parts.ranks.update(shards, log_probs, mini_batches)
+
+    def advance(self, batch: Batch, rewards: np.ndarray, responses: list[Response], metrics: Metrics) -> None:
+        """Count the finished step."""
+        actor, state = self.config.actor_rollout_ref.actor, self.state
+        num_tokens = np.array([len(response.token_ids) for response in responses])
+        metrics |= {
+            "critic/rewards/mean": float(rewards.mean()),
+            "critic/rewards/max": float(rewards.max()),
+            "critic/rewards/min": float(rewards.min()),
+            "response_length/mean": float(num_tokens.mean()),
+            "response_length/clip_ratio": float(np.mean([not response.finished for response in responses])),
+        }
+        bad = sorted(name for name, value in metrics.items() if not np.isfinite(value))
+        if bad:
+            raise NonFiniteError(f"Step {state.global_step + 1}: {', '.join(bad)} is not finite.")
+        state.global_step += 1
+        state.train_dataset_offset += len(rewards)
+        state.num_updates += actor.ppo_epochs * (len(rewards) // actor.ppo_mini_batch_size)
+        state.num_response_tokens += int(batch.mask.sum())
+        state.metrics = {**{k: v for k, v in state.metrics.items() if k.startswith("val/")}, **metrics}
+
+    def sync_weights(self) -> None:
+        """Give the engines the policy's weights as version `global_step`."""
+        with self._timed("weight_sync"):
+            self.parts.engines.update_weights(self.parts.ranks.full_weights(), self.state.global_step)
+
+    def validate(self) -> Metrics:
+        """Mean reward on the validation set, greedy unless `rollout.val_kwargs` says otherwise."""
+        if self.parts.val_set is None or self.config.trainer.test_freq < 1:
+            return {}
+        val_set, seed = self.parts.val_set, self.config.trainer.seed
+        rows = [val_set[index] for index in range(len(val_set))]
+        rewards: list[float] = []
+        with self._timed("validation"):
+            for first in range(0, len(rows), self.config.data.val_batch_size):
+                part = rows[first : first + self.config.data.val_batch_size]
+                seeds = [sample_seed(seed, self.state.global_step, first + index, -1) for index in range(len(part))]
+                responses = self.parts.engines.generate(
+                    [Request(row.prompt_ids, value) for row, value in zip(part, seeds, strict=True)],
+                    version=self.state.global_step,
+                    max_tokens=self.config.data.max_response_length,
+                    temperature=self.config.actor_rollout_ref.rollout.val_kwargs.temperature,
+                )
+                rewards += [self._score_one(row, response) for row, response in zip(part, responses, strict=True)]
+        self.state.val_dataset_offset += len(rows)
+        found = {"val/reward/mean": float(np.mean(rewards))}
+        self.state.metrics |= found
+        return found
+
+    def report(self, metrics: Metrics, begin: float) -> None:
+        timings = {f"timing_s/{name}": value for name, value in self._timings.items()}
+        self._timings = {}
+        self.parts.report(self.state.global_step, metrics | timings | {"timing_s/step": time.monotonic() - begin})
+
+    def save(self) -> None:
+        """Hand a snapshot of the state to the saver; it writes, verifies and publishes behind the loop."""
+        with self._timed("save"):
+            self.parts.saver.save(self.state, self.parts.ranks)
+
+    def _due(self, every: int) -> bool:
+        return due(self.state.global_step, every, self.total_steps, at_end=False)
+
+    def _score_one(self, row: Row, response: Response) -> float:
+        text = self.parts.decode(response.token_ids)
+        return score(self.parts.reward, row.data_source, text, row.ground_truth, row.extra_info)
+
+    def _guard(self, shards: list[Batch], log_probs: list[dict[str, Any]]) -> Metrics:
+        """Largest and mean |engine - trainer| log-prob of the sampled tokens.
+
+        Raises:
+            StaleWeightsError: beyond `rollout.logprob_tolerance`: the engine samples from other weights.
+        """
+        gaps = np.concatenate(
+            [np.abs(s.engine_log_probs - p["old"])[s.mask > 0] for s, p in zip(shards, log_probs, strict=True)]
+        )
+        tolerance = self.config.actor_rollout_ref.rollout.logprob_tolerance
+        worst = float(gaps.max(initial=0.0))
+        if not worst <= tolerance:
+            raise StaleWeightsError(
+                f"Step {self.state.global_step + 1}: engine and trainer differ by {worst:.3g} in the log-prob of a sampled "
+                f"token, tolerance {tolerance:g}: the engine samples from other weights.",
+                "With another engine precision raise actor_rollout_ref.rollout.logprob_tolerance; else report it.",
+            )
+        return {"rollout/logprob_gap_max": worst, "rollout/logprob_gap_mean": float(gaps.mean()) if gaps.size else 0.0}
+
+    def _timed(self, name: str) -> _Timer:
+        return _Timer(self._timings, name)
+
+
+class _Timer:
+    """Adds the seconds of a `with` block to a metric."""
+
+    def __init__(self, timings: Metrics, name: str) -> None:
+        self._timings, self._name = timings, name
+
+    def __enter__(self) -> None:
+        self._begin = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._timings[self._name] = self._timings.get(self._name, 0.0) + time.monotonic() - self._begin

@@ -1,0 +1,203 @@
+"""Bringing up ranks, engines and writer for one attempt, training, and taking them down."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from keepstep.checkpoint import layout
+from keepstep.config.load import to_yaml
+from keepstep.controller.cluster import NUM_ENGINES, Cluster
+from keepstep.controller.groups import EngineGroup, RankGroup
+from keepstep.controller.reporting import Reporter, logger
+from keepstep.controller.saver import SaveContext, Saver
+from keepstep.controller.state import TrainState
+from keepstep.controller.supervision import Supervisor
+from keepstep.errors import ConfigError, Preempted
+from keepstep.rewards.load import load_reward
+from keepstep.run import read_json
+
+if TYPE_CHECKING:
+    from keepstep.checkpoint.plan import ResumePlan
+    from keepstep.controller.session import Session
+    from keepstep.controller.trainer import Parts
+
+
+def train(session: Session, chosen: ResumePlan) -> None:
+    """Train from `chosen` to the last step; returns when the last save is verified.
+
+    Raises:
+        Preempted: asked to leave; the finished step is saved and verified.
+    """
+    device = resolve_device(session.config.trainer.device)
+    cluster = Cluster(session.config, session.run, session.attempt, device)
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="data") as loader:
+            # The data set and the tokenizer load while the workers import.
+            data = loader.submit(load_data, session, session.model_files(chosen.step))
+            cluster.start()
+            supervisor = Supervisor(session.leaving.check)
+            ranks, engines, saver = start_workers(session, chosen, cluster, supervisor, device)
+            train_set, val_set, tokenizer = data.result(timeout=session.config.timeouts.start_s)
+        state = load_state(session, chosen, ranks)
+        saver.context.num_rows = len(train_set)
+        reporter = Reporter(session.run, session.events, session.start.total_steps)
+        parts = build_parts(session, ranks, engines, saver, (train_set, val_set, tokenizer), reporter)
+        fit(session, parts, state)
+        reporter.close()
+    finally:
+        cluster.stop()
+
+
+def fit(session: Session, parts: Parts, state: TrainState) -> None:
+    """The loop, then the saves that are owed."""
+    from keepstep.controller.trainer import Trainer
+
+    trainer = Trainer(session.config, parts, state, session.start.total_steps)
+    session.leaving.training = True
+    trainer.fit()
+    if parts.saver.last_saved != state.global_step:
+        trainer.save()
+    parts.saver.wait()
+    if state.global_step < session.start.total_steps:
+        raise Preempted(f"Asked to leave: step {state.global_step} is saved and verified.", "The same command goes on.")
+
+
+def start_workers(
+    session: Session, chosen: ResumePlan, cluster: Cluster, supervisor: Supervisor, device: str
+) -> tuple[RankGroup, EngineGroup, Saver]:
+    """Start all processes at once and record them; they import side by side."""
+    from keepstep.actor.rank import RankSpec, rank_environment
+
+    config = session.config
+    model_dir = session.model_files(chosen.step)
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    engine_actors = [cluster.engine(index, model_dir, max_model_len) for index in range(NUM_ENGINES)]
+    specs = [
+        RankSpec(
+            rank=rank,
+            world_size=config.world_size,
+            device=device,
+            model_dir=model_dir,
+            actor=actor,
+            temperature=rollout.temperature,
+            log_prob_micro_batch_size=config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu,
+            total_steps=session.start.total_steps,
+            seed=config.trainer.seed,
+            collective_timeout_s=config.timeouts.collective_s,
+        )
+        for rank in range(config.world_size)
+    ]
+    ranks = RankGroup([cluster.rank(spec, rank_environment(device)) for spec in specs], supervisor, config.timeouts)
+    engines = EngineGroup(engine_actors, supervisor, config.timeouts)
+    saver = start_saver(session, chosen, cluster, supervisor)
+    for rank, identity in enumerate(ranks.identities()):
+        cluster.record("rank", rank, identity)
+    ranks.connect()
+    for index, identity in enumerate(engines.identities()):
+        cluster.record("engine", index, identity)
+    cluster.record_services()
+    return ranks, engines, saver
+
+
+def start_saver(session: Session, chosen: ResumePlan, cluster: Cluster, supervisor: Supervisor) -> Saver:
+    """The saver with its writer process."""
+
+    def start_writer() -> Any:
+        writer = cluster.writer()
+        calls = [("writer", writer.identity.remote())]
+        timeout_s = session.config.timeouts.start_s
+        cluster.record("writer", None, supervisor.gather(calls, timeout_s, "starting the writer")[0])
+        return writer
+
+    context = SaveContext(
+        run=session.run,
+        run_id=session.record["run_id"],
+        config=session.config,
+        config_yaml=to_yaml(session.config),
+        model_files=session.model_files(chosen.step),
+        num_rows=0,
+        has_reference=session.config.actor_rollout_ref.actor.use_kl_loss,
+        total_steps=session.start.total_steps,
+        resumed_step=chosen.step,
+        waive_exactness=session.waive_exactness(),
+    )
+    saver = Saver(context, session.attempt, session.events, supervisor, session.uploader, start_writer)
+    saver.writer = start_writer()
+    return saver
+
+
+def load_data(session: Session, model_files: str) -> tuple[Any, Any, Any]:
+    """(training set, validation set, tokenizer); the counts go to the log."""
+    from transformers import AutoTokenizer
+
+    from keepstep.data.loader import Dataset
+
+    tokenizer = AutoTokenizer.from_pretrained(model_files)
+    data = session.config.data
+    train_set = Dataset.load(session.start.train_files, data, tokenizer)
+    logger.info("Loaded train dataset: %d rows", train_set.num_raw_rows)
+    logger.info("Train dataset after filtering: %d rows", len(train_set))
+    if not session.start.val_files:
+        return train_set, None, tokenizer
+    val_set = Dataset.load(session.start.val_files, data, tokenizer)
+    logger.info("Loaded val dataset: %d rows", val_set.num_raw_rows)
+    logger.info("Val dataset after filtering: %d rows", len(val_set))
+    return train_set, val_set, tokenizer
+
+
+def load_state(session: Session, chosen: ResumePlan, ranks: RankGroup) -> TrainState:
+    """Weights, optimizer, scheduler and random streams into the ranks; the counters come back."""
+    if chosen.step is None:
+        ranks.load_initial(session.model_files(None))
+        logger.info("starting at step 0 of %d, learning rate %g", session.start.total_steps, ranks.learning_rate())
+        return TrainState()
+    folder = session.run.checkpoint(chosen.step)
+    ranks.load_checkpoint(str(folder), session.config.actor_rollout_ref.actor.use_kl_loss)
+    record = read_json(folder / layout.TRAINER_STATE)
+    state = TrainState.from_record(record)
+    logger.info(
+        "resumed at step %d of %d from %s: epoch %d, next row %d, learning rate %g",
+        state.global_step, session.start.total_steps, folder, record["epoch"], state.train_dataset_offset, ranks.learning_rate(),
+    )  # fmt: skip
+    return state
+
+
+def build_parts(
+    session: Session, ranks: RankGroup, engines: EngineGroup, saver: Saver, data: tuple[Any, Any, Any], reporter: Reporter
+) -> Parts:
+    from keepstep.controller.trainer import Parts
+
+    train_set, val_set, tokenizer = data
+    reward = session.config.custom_reward_function
+
+    def report(step: int, metrics: dict[str, float]) -> None:
+        reporter(step, metrics)
+        saver.raise_if_failed()
+
+    return Parts(
+        ranks=ranks,
+        engines=engines,
+        saver=saver,
+        train_set=train_set,
+        val_set=val_set,
+        reward=load_reward(reward.name, reward.path),
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+        report=report,
+        heed=session.leaving.heed,
+    )
+
+
+def resolve_device(device: str) -> str:
+    """`auto` is CUDA where there is a device."""
+    if device != "auto":
+        return device
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise ConfigError("trainer.device=cuda, but no CUDA device is visible.", "Use trainer.device=cpu.")
+    return "cpu"

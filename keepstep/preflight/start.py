@@ -1,0 +1,179 @@
+"""Everything that is checked before a run is touched. A refused start writes nothing into the run.
+
+Order: configuration, data, model, contract, store. The lease and the plan come after, in the trainer.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepstep.config.load import resolve_total_steps, validate
+from keepstep.config.schema import RunConfig
+from keepstep.data import record as dataset_record
+from keepstep.data.count import count_rows
+from keepstep.data.spec import resolve_files
+from keepstep.errors import ConfigError, ContractError, DataError, NoRoomError, StorageError, StorageRefusedError
+from keepstep.platform import servers
+from keepstep.preflight import contract
+from keepstep.preflight.model import check_model, fingerprint
+from keepstep.processes import ProcessRef
+from keepstep.quickstart.make import PREFIX, made_path, make_data, make_model
+from keepstep.run import RunDir, read_json
+
+Record = dict[str, Any]
+MIN_FREE_BYTES = 256 * 1024**2
+
+
+@dataclass
+class Start:
+    """What the checks found, for whoever goes on."""
+
+    config: RunConfig
+    run: RunDir
+    total_steps: int
+    train_files: list[str]
+    val_files: list[str]
+    dataset: Record
+    terms: dict[str, Any]
+    existing: Record | None
+    """run.json of the run that stands here or in the store; None: this is its first start."""
+    remote: Any = None
+    """The run's folder in the store (`storage.remote.RemoteRun`); None without a store or when it does not answer."""
+    waived: list[contract.Drift] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    """For processes that talk to the store."""
+    servers: list[ProcessRef] = field(default_factory=list)
+
+
+def prepare(config: RunConfig) -> Start:
+    """All checks, each error naming the thing and the way out; writes nothing into the run."""
+    run = RunDir.at(config.trainer.output_dir)
+    warnings = validate(config)
+    check_room(run)
+    check_foreign(run)
+    store = open_store(config, run)
+    existing, remote, notes = find_record(config, run, store)
+    train_files, val_files, dataset = check_dataset(config, run, existing)
+    total_steps = resolve_total_steps(config, dataset["num_rows"])
+    model_fingerprint = check_run_model(config, run, existing)
+    terms = contract.terms(config, model_fingerprint=model_fingerprint, total_steps=total_steps)
+    waived = []
+    if existing is not None:
+        drifts = contract.compare(existing["contract"], terms)
+        waived = contract.enforce(drifts, config.resume.allow, f"The run in {run.root}")
+    return Start(
+        config=config,
+        run=run,
+        total_steps=total_steps,
+        train_files=train_files,
+        val_files=val_files,
+        dataset=dataset,
+        terms=terms,
+        existing=existing,
+        remote=remote,
+        waived=waived,
+        warnings=warnings + notes,
+        environment=store.env if store else {},
+        servers=store.processes if store else [],
+    )
+
+
+def check_dataset(config: RunConfig, run: RunDir, existing: Record | None) -> tuple[list[str], list[str], Record]:
+    """(train files, validation files, data set record), the rows counted and held against the recorded count.
+
+    Raises:
+        DataError: a file is missing, empty, damaged, or not what the run recorded; each difference is named.
+    """
+    patterns = [config.data.train_files, config.data.val_files or []]
+    names = [name for pattern in patterns for name in ([pattern] if isinstance(pattern, str) else pattern)]
+    if any(name.startswith(PREFIX) for name in names):
+        make_data(run)
+    train_files = resolve_files(config.data.train_files, run)
+    val_files = resolve_files(config.data.val_files, run) if config.data.val_files else []
+    counted = count_rows([*train_files, *val_files])
+    found = dataset_record.build(counted[: len(train_files)], counted[len(train_files) :])
+    if existing is not None:
+        differences = dataset_record.compare(existing["dataset"], found)
+        if differences:
+            raise DataError(
+                f"The data set is not the one that {run.root} was started with:\n  " + "\n  ".join(differences),
+                "Bring the recorded files back, or give this start a trainer.output_dir of its own.",
+            )
+    return train_files, val_files, found
+
+
+def check_run_model(config: RunConfig, run: RunDir, existing: Record | None) -> str:
+    """The model's fingerprint. A made model that is gone comes from the run's own checkpoints and is not made again."""
+    name = config.actor_rollout_ref.model.path
+    folder = made_path(name, run)
+    if name.startswith(PREFIX) and not (folder / "config.json").is_file():
+        if existing is not None:
+            return existing["contract"]["model.fingerprint"]
+        make_model(name, run)
+    check_model(folder)
+    return fingerprint(folder)
+
+
+def check_room(run: RunDir) -> None:
+    """Some room must be left where the run goes; the needs of a save are checked at the save."""
+    parent = run.root
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise ConfigError(f"trainer.output_dir: {parent} is a file.", "Give a folder.")
+    free = shutil.disk_usage(parent).free
+    if free < MIN_FREE_BYTES:
+        raise NoRoomError(
+            f"{parent}: {free // 1024**2} MiB free, at least {MIN_FREE_BYTES // 1024**2} MiB are needed.",
+            "Free space or move trainer.output_dir.",
+        )
+
+
+def check_foreign(run: RunDir) -> None:
+    """A folder that holds something other than a Keepstep run is refused."""
+    if run.has_record() or not run.root.exists():
+        return
+    # A start that was killed between its lease and its record leaves these two behind.
+    strangers = sorted({entry.name for entry in run.root.iterdir()} - {run.attempts.name, "logs"})
+    if strangers:
+        raise ContractError(
+            f"trainer.output_dir: {run.root} holds {', '.join(strangers[:5])} but no run.json: not a Keepstep run.",
+            "Give an empty or new folder, or bring run.json back.",
+        )
+
+
+def open_store(config: RunConfig, run: RunDir) -> servers.ServerInfo | None:
+    """The embedded object store, started or reused and held by this process; None when another one is configured."""
+    if not config.s3.embedded:
+        return None
+    return servers.object_store(run.platform, ProcessRef.current("controller"))
+
+
+def find_record(
+    config: RunConfig, run: RunDir, store: servers.ServerInfo | None
+) -> tuple[Record | None, Any, list[str]]:
+    """(run.json here or in the store, the store's side of the run, notes). Local folders win over the store."""
+    local = read_json(run.record) if run.has_record() else None
+    if not config.s3_enabled:
+        return local, None, []
+    from keepstep.storage.remote import open_remote
+
+    try:
+        remote = open_remote(config.s3, run, store.env if store else {})
+        kept = remote.fetch_record()
+    except StorageRefusedError:
+        raise
+    except StorageError as error:
+        if local is None:
+            # Whether this is a first start or the store holds the run cannot be known: never silently step 0.
+            raise
+        return local, None, [f"The store does not answer ({error.message}): planning from local checkpoints alone."]
+    if local is not None and kept is not None and kept["run_id"] != local["run_id"]:
+        raise ContractError(
+            f"The store's prefix {remote.prefix} holds run {kept['run_id']}, {run.root} is run {local['run_id']}.",
+            "Give s3.prefix of its own, or bring the right folder back.",
+        )
+    return local or kept, remote, []
