@@ -34,6 +34,7 @@ from keepstep.run import read_json, write_json
 
 OBJECT_STORE = "object-store"
 PREFECT_SERVER = "prefect-server"
+ROLES = (OBJECT_STORE, PREFECT_SERVER)
 BUCKET = "keepstep"
 REGION = "us-east-1"
 OBJECT_STORE_START_S = 60.0
@@ -123,14 +124,14 @@ def prefect_server(platform: Path, holder: ProcessRef) -> ServerInfo:
 
 def release(platform: Path, holder: ProcessRef) -> None:
     """Let go of every server of this platform folder; its guard ends it when nobody else holds it."""
-    for role in (OBJECT_STORE, PREFECT_SERVER):
+    for role in ROLES:
         guard.holder_path(platform, role, holder).unlink(missing_ok=True)
 
 
 def status(platform: Path) -> dict[str, dict[str, Any]]:
     """`{role: {"url", "server", "guard", "holders"}}` of the servers that run now."""
     found = {}
-    for role in (OBJECT_STORE, PREFECT_SERVER):
+    for role in ROLES:
         record = guard.read_record(guard.record_path(platform, role))
         if record and ProcessRef.from_record(record["server"]).alive():
             holders = [holder.to_record() for holder in guard.live_holders(platform, role)]

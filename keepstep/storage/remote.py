@@ -1,0 +1,343 @@
+"""A run's folder in the object store.
+
+    <prefix>/run.json  <prefix>/config.yaml  <prefix>/attempts/<n>.json
+    <prefix>/checkpoints/step_<N>/<file>     manifest.json last, by a conditional write
+
+A step without its manifest is not there. Only one process uploads for a run at a time (the owner of the run), so
+unfinished uploads found under a step are leftovers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepstep.checkpoint import layout
+from keepstep.checkpoint.manifest import Manifest, ManifestError, parse
+from keepstep.checkpoint.publish import publish
+from keepstep.checkpoint.verify import Verdict, verify
+from keepstep.config.schema import S3Config
+from keepstep.errors import CheckpointError, ConfigError, ContractError, NoRoomError
+from keepstep.events.log import utc_now
+from keepstep.platform import servers
+from keepstep.run import RunDir, fsync_dir
+from keepstep.storage.protocol import ObjectStore
+from keepstep.storage.s3 import S3Store
+
+RECORD = "run.json"
+CONFIG = "config.yaml"
+ENDPOINT_VARIABLE = "KEEPSTEP_S3_ENDPOINT"
+
+_MANIFEST_KEY = re.compile(r"checkpoints/step_(0|[1-9][0-9]*)/" + re.escape(layout.MANIFEST))
+_ATTEMPT_KEY = re.compile(r"attempts/([1-9][0-9]*)\.json")
+
+
+def open_remote(config: S3Config, run: RunDir, environment: dict[str, str] | None = None) -> RemoteRun:
+    """Connect to the run's prefix. Asks the store nothing yet.
+
+    Args:
+        environment: of the embedded store (`ServerInfo.env`); empty: this process's own.
+
+    Raises:
+        ConfigError: no bucket is configured, or the embedded store does not run and is not named by the environment.
+    """
+    prefix = config.prefix or run.default_s3_prefix
+    if config.embedded:
+        env = _embedded_environment(run, environment or {})
+        store = S3Store(
+            config.bucket or servers.BUCKET,
+            prefix,
+            endpoint_url=env[ENDPOINT_VARIABLE],
+            region=servers.REGION,
+            key=env["AWS_ACCESS_KEY_ID"],
+            secret=env["AWS_SECRET_ACCESS_KEY"],
+        )
+    elif config.bucket:
+        store = S3Store(config.bucket, prefix, endpoint_url=config.endpoint_url, region=config.region)
+    else:
+        raise ConfigError("No object store is configured for this run.", "Set s3.bucket, or s3.embedded=true.")
+    return RemoteRun(store, config.bucket or servers.BUCKET, prefix)
+
+
+def _embedded_environment(run: RunDir, environment: dict[str, str]) -> dict[str, str]:
+    for candidate in (environment, dict(os.environ)):
+        if ENDPOINT_VARIABLE in candidate and "AWS_SECRET_ACCESS_KEY" in candidate:
+            return candidate
+    running = servers.running_object_store(run.platform)
+    if running is None:
+        raise ConfigError(
+            f"The embedded object store of {run.platform} does not run.",
+            "It runs while a run or `keepstep ui` uses it.",
+        )
+    return running.env
+
+
+@dataclass
+class RemoteRun:
+    """What the store holds of one run."""
+
+    store: ObjectStore
+    bucket: str
+    prefix: str
+
+    def close(self) -> None:
+        self.store.close()
+
+    def steps(self) -> list[int]:
+        """Steps with a manifest, ascending; one listing, whatever their number."""
+        found = (_MANIFEST_KEY.fullmatch(key) for key, _ in self.store.list("checkpoints/"))
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def manifest_bytes(self, step: int) -> bytes | None:
+        return self.store.get_bytes(step_key(step, layout.MANIFEST))
+
+    def manifest(self, step: int) -> Manifest:
+        """
+        Raises:
+            CheckpointError: there is none, or it is not a manifest of this step.
+        """
+        data = self.manifest_bytes(step)
+        where = f"{self.store.where}/{step_key(step, layout.MANIFEST)}"
+        if data is None:
+            raise CheckpointError(f"{where} is not there.", "See what is: keepstep ls RUN --remote")
+        try:
+            found = parse(data)
+        except ManifestError as error:
+            raise CheckpointError(f"{where}: {error}", "Take another step of the run.") from error
+        if found.step != step:
+            raise CheckpointError(f"{where} is the manifest of step {found.step}.", "Take another step of the run.")
+        return found
+
+    def verify(self, step: int) -> Verdict:
+        """Manifest parsed, every object there with its size and digest. The content is hashed at the download.
+
+        Raises:
+            StorageError: the store did not answer; a checkpoint is never rejected for that.
+        """
+        begin = time.monotonic()
+        path = Path(f"{self.store.where}/checkpoints/step_{step}".replace("s3://", "s3:/"))
+        reasons: list[str] = []
+        found: Manifest | None = None
+        try:
+            found = self.manifest(step)
+            reasons = self._differing(step, found)
+        except CheckpointError as error:
+            reasons = [error.message]
+        return Verdict(
+            path=path,
+            state="rejected" if reasons else "verified",
+            reasons=reasons,
+            step=step,
+            epoch=None,
+            manifest=found,
+            num_bytes=sum(digest.size for digest in found.files.values()) if found else 0,
+            seconds=time.monotonic() - begin,
+        )
+
+    def _differing(self, step: int, found: Manifest) -> list[str]:
+        listed = dict(self.store.list(f"checkpoints/step_{step}/"))
+        reasons = [f"{name}: required and not in the manifest" for name in found.required if name not in found.files]
+        for name, digest in found.files.items():
+            key = step_key(step, name)
+            if key not in listed:
+                if not name.startswith("rollout/"):
+                    reasons.append(f"{name}: not in the store")
+            elif listed[key] != digest.size:
+                reasons.append(f"{name}: {listed[key]} bytes in the store, expected {digest.size}")
+            elif not self.store.confirms(key, digest):
+                reasons.append(
+                    f"{name}: the store's content is not the manifest's (expected SHA-256 tree {digest.tree})"
+                )
+        return reasons
+
+    def fetch_record(self) -> dict[str, Any] | None:
+        """run.json of the run that owns this prefix, None when nobody does."""
+        data = self.store.get_bytes(RECORD)
+        if data is None:
+            return None
+        try:
+            record: dict[str, Any] = json.loads(data)
+            record["run_id"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ContractError(
+                f"{self.store.where}/{RECORD} is not the record of a run.", "Give this run an s3.prefix of its own."
+            ) from error
+        return record
+
+    def highest_attempt(self) -> int:
+        """Highest attempt number that ever uploaded here; 0 when none did."""
+        found = (_ATTEMPT_KEY.fullmatch(key) for key, _ in self.store.list("attempts/"))
+        return max((int(match.group(1)) for match in found if match), default=0)
+
+    def download(self, step: int, run: RunDir, check_fence: Callable[[], None] = lambda: None) -> Path:
+        """Bring a step into `run`, hashed while written, verified as a whole on disk, then published.
+
+        Raises:
+            CheckpointError: what arrived does not verify.
+            NoRoomError: the filesystem has no room for it.
+            StorageError: an object is missing or damaged, or the store did not answer.
+        """
+        found = self.manifest(step)
+        aside = run.checkpoints / f".tmp-download-step_{step}-{os.getpid()}"
+        shutil.rmtree(aside, ignore_errors=True)
+        # Inside it under its own name, which verification compares with the manifest's step.
+        folder = aside / f"step_{step}"
+        folder.mkdir(parents=True)
+        try:
+            _check_room(folder, sum(digest.size for digest in found.files.values()))
+            self._fetch(step, found, folder)
+            verdict = verify(folder, expected_step=step, expected_run_id=found.run_id)
+            if not verdict.ok:
+                raise CheckpointError(
+                    f"Step {step} from {self.store.where} does not verify: {verdict.reasons[0]}",
+                    "Take another step of the run.",
+                )
+            publish(folder, run, step, check_fence)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        return run.checkpoint(step)
+
+    def _fetch(self, step: int, found: Manifest, folder: Path) -> None:
+        # Small files first: what is wrong shows early.
+        for name, digest in sorted(found.files.items(), key=lambda entry: entry[1].size):
+            if name.startswith("rollout/") and self.store.head(step_key(step, name)) is None:
+                continue
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            self.store.get_file(step_key(step, name), folder / name, digest)
+        data = self.manifest_bytes(step)
+        with (folder / layout.MANIFEST).open("xb") as file:
+            file.write(data or b"")
+            file.flush()
+            os.fsync(file.fileno())
+        for path in sorted({folder, *(entry for entry in folder.rglob("*") if entry.is_dir())}):
+            fsync_dir(path)
+
+
+@dataclass(frozen=True)
+class UploadReport:
+    """What one upload did."""
+
+    step: int
+    num_bytes: int
+    num_uploaded: int
+    num_present: int
+
+
+def upload_checkpoint(
+    remote: RemoteRun, run: RunDir, step: int, attempt: int | None, check_fence: Callable[[], None] = lambda: None
+) -> UploadReport:
+    """Bring a published step into the store; on return every object of it is confirmed. Repeating it is harmless.
+
+    Raises:
+        CheckpointError: the step is not on disk or has no valid manifest.
+        ContractError: the prefix belongs to another run, or holds other tensors for this step.
+        LocalFileError: a local file is not what the manifest says.
+        StorageError, StorageRefusedError: the store.
+    """
+    store = remote.store
+    data, local = _local_manifest(run, step)
+    _claim_prefix(remote, run, local, attempt)
+    num_bytes = sum(digest.size for digest in local.files.values())
+    standing = remote.manifest_bytes(step)
+    if standing is not None and standing != data:
+        if _stands_equal(remote, step, standing, local):
+            return UploadReport(step, num_bytes, 0, len(local.files))
+        # Without its manifest the damaged step is gone for readers before its objects are replaced.
+        check_fence()
+        store.delete(step_key(step, layout.MANIFEST))
+        standing = None
+    store.abort_unfinished(f"checkpoints/step_{step}/")
+    listed = dict(store.list(f"checkpoints/step_{step}/"))
+    num_uploaded = 0
+    for name, digest in sorted(local.files.items(), key=lambda entry: entry[1].size):
+        key = step_key(step, name)
+        if listed.get(key) == digest.size and store.confirms(key, digest):
+            continue
+        check_fence()
+        store.put_file(run.checkpoint(step) / name, key, digest)
+        num_uploaded += 1
+    check_fence()
+    if standing is None and not store.put_bytes(step_key(step, layout.MANIFEST), data, if_absent=True):
+        standing = remote.manifest_bytes(step)
+    if standing is not None and standing != data:
+        raise ContractError(
+            f"{store.where}: another process stored step {step} at the same time, with another manifest.",
+            "Two runs write to one prefix: give each an s3.prefix of its own.",
+        )
+    return UploadReport(step, num_bytes, num_uploaded, len(local.files) - num_uploaded)
+
+
+def step_key(step: int, name: str) -> str:
+    return f"checkpoints/step_{step}/{name}"
+
+
+def same_tensors(first: Manifest, second: Manifest) -> bool:
+    """Whether two checkpoints hold the same tensor files; counters of time and attempt may differ."""
+    names = {name for name in (*first.files, *second.files) if name.endswith((".bin", ".pt"))}
+    return all(
+        name in first.files and name in second.files and first.files[name].tree == second.files[name].tree
+        for name in names
+    )
+
+
+def _local_manifest(run: RunDir, step: int) -> tuple[bytes, Manifest]:
+    path = run.checkpoint(step) / layout.MANIFEST
+    remedy = f"See which steps are whole: keepstep ls {run.root}"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"Step {step} cannot be uploaded: {path}: {error.strerror}.", remedy) from error
+    try:
+        found = parse(data)
+    except ManifestError as error:
+        raise CheckpointError(f"Step {step} cannot be uploaded: {path}: {error}", remedy) from error
+    if found.step != step:
+        raise CheckpointError(f"{path} is the manifest of step {found.step}, expected {step}.", remedy)
+    return data, found
+
+
+def _claim_prefix(remote: RemoteRun, run: RunDir, local: Manifest, attempt: int | None) -> None:
+    """Make the prefix this run's own at the first upload, or refuse."""
+    store = remote.store
+    if not store.put_bytes(RECORD, run.record.read_bytes(), if_absent=True):
+        kept = remote.fetch_record()
+        if kept is None or kept["run_id"] != local.run_id:
+            owner = kept["run_id"] if kept else "another run"
+            raise ContractError(
+                f"{store.where} belongs to run {owner}; {run.root} is run {local.run_id}.",
+                "Give this run an s3.prefix of its own.",
+            )
+    store.put_bytes(CONFIG, run.config.read_bytes(), if_absent=True)
+    if attempt is not None:
+        store.put_bytes(f"attempts/{attempt}.json", json.dumps({"attempt": attempt, "time": utc_now()}).encode())
+
+
+def _stands_equal(remote: RemoteRun, step: int, standing: bytes, local: Manifest) -> bool:
+    """Whether the store's own copy of this step is whole and has the same tensors; False: it is damaged.
+
+    Raises:
+        ContractError: it is whole and has other tensors.
+    """
+    if not remote.verify(step).ok:
+        return False
+    if same_tensors(parse(standing), local):
+        return True
+    raise ContractError(
+        f"{remote.store.where}: step {step} stands there with other tensors than here.",
+        "Trained again, it gave another result. Give the run an s3.prefix of its own, or delete the step in the store.",
+    )
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes * 1.05:
+        raise NoRoomError(
+            f"{folder.parent.parent}: {free} bytes free, the download needs {num_bytes}.", "Free space or move the run."
+        )
