@@ -1,4 +1,4 @@
-"""`keepstep upload RUN [--step N]` and `keepstep download RUN --step N`; the first is also the trainer's uploader process."""
+"""`keepstep upload RUN [--step N]` (also the trainer's uploader process) and `keepstep download RUN --step N`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -121,7 +120,8 @@ def _leave_with_parent() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def watch() -> None:
-        while sys.stdin.buffer.read(4096):
+        # Not sys.stdin: a thread that waits inside its buffer's lock makes the interpreter abort at exit.
+        while os.read(0, 4096):
             pass
         timer = threading.Timer(ABORT_S, os._exit, (EXIT_FAILED,))
         timer.daemon = True
