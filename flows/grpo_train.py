@@ -1,0 +1,174 @@
+"""The training flow: check_dataset -> preflight -> plan_resume -> train_grpo -> finish; verify and upload beside it.
+
+Concurrency:
+  main thread       dispatches: consumes the trainer's events from a local queue, submits task runs, waits for nothing
+                    but that queue; woken by an event or by the end of `train_grpo` (None)
+  train_grpo        one pool thread; produces the events; ends within `retry.term_grace_s` once `stop` is set
+  verify, upload    one pool thread each; wait for a local future that the main thread resolves
+No call to the Prefect API is made between two steps of the training, so an API that goes away holds nothing up.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import yaml
+from prefect import flow
+from prefect.exceptions import TerminationSignal
+from prefect.futures import PrefectFuture
+from prefect.futures import wait as wait_for_futures
+from prefect.logging import get_run_logger
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from keepstep.checkpoint.cadence import upload_due
+from keepstep.cli.progress import ProgressPrinter, describe
+from keepstep.config.load import load
+from keepstep.config.schema import RunConfig
+from keepstep.errors import CheckpointError, KeepstepError, WorkerDiedError
+from keepstep.preflight.complete import complete_result
+from tasks.checkpoints import upload_checkpoint, verify_checkpoint
+from tasks.dataset import check_dataset
+from tasks.finishing import finish
+from tasks.preflight import preflight
+from tasks.resume import plan_resume
+from tasks.training import with_retries
+
+Event = dict[str, Any]
+
+# One thread trains; the others show verifications and uploads, which wait for nothing but local futures.
+NUM_THREADS = 32
+LAST_TASKS_TIMEOUT_S = 60.0
+
+
+@flow(name="grpo-train", task_runner=ThreadPoolTaskRunner(max_workers=NUM_THREADS))
+def grpo_train(config: str = "quickstart", overrides: dict[str, Any] = {}) -> dict[str, Any]:  # noqa: B006
+    """Train a run to its end, or go on with it. Success: the last step is reached, verified and, with a store, there.
+
+    Args:
+        config: name of a packaged configuration, or path of a YAML file.
+        overrides: dotted key to value, e.g. {"trainer.total_training_steps": 40}.
+    """
+    settings = load(config, [f"{key}={to_yaml_value(value)}" for key, value in overrides.items()])
+    done = complete_result(settings)
+    if done is not None:
+        get_run_logger().info("%s is complete at step %d", settings.trainer.output_dir, done["final_step"])
+        return done
+    check_dataset(settings)
+    total_steps = preflight(settings)
+    plan_resume(settings)
+    return finish(settings, train(settings, total_steps))
+
+
+def train(config: RunConfig, total_steps: int) -> Event:
+    """Submit `train_grpo` and dispatch its events until it ends; return result.json's content.
+
+    Raises:
+        KeepstepError: how the last attempt failed.
+        TerminationSignal, KeyboardInterrupt: asked to leave; the trainer has saved and left.
+    """
+    events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+    stop = threading.Event()
+    checkpoints = CheckpointTasks(config, total_steps)
+    training = with_retries(config.retry, stop).submit(config, events.put, stop)
+    training.add_done_callback(lambda _: events.put(None))
+    show = ProgressPrinter()
+    try:
+        while (event := events.get()) is not None:
+            show(event)
+            if text := describe(event):
+                get_run_logger().info(text)
+            checkpoints.heed(event)
+        checkpoints.close()
+        result: Event = training.result()
+        return result
+    except (TerminationSignal, KeyboardInterrupt):
+        # A second signal must not cut the save short: the grace period is bounded already.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stop.set()
+        training.wait(timeout=config.retry.term_grace_s + 20.0)
+        raise
+    finally:
+        stop.set()
+        checkpoints.close()
+
+
+class CheckpointTasks:
+    """The task runs that show what happens to checkpoints. Used by the main thread alone."""
+
+    def __init__(self, config: RunConfig, total_steps: int) -> None:
+        self._config = config
+        self._total_steps = total_steps
+        self._verifications: dict[int, Future[Event]] = {}
+        self._uploads: dict[int, Future[Event]] = {}
+        self._submitted: list[PrefectFuture[Any]] = []
+
+    def heed(self, event: Event) -> None:
+        """Begin or end the task runs that this event is about."""
+        kind, step = event["event"], event.get("step")
+        if kind == "checkpoint_saved":
+            self._verify(step)
+        elif kind == "checkpoint_verified" and step in self._verifications:
+            _resolve(self._verifications.pop(step), event)
+            if self._upload_due(step):
+                self._upload(step)
+        elif kind == "checkpoint_rejected" and step in self._verifications:
+            _fail(self._verifications.pop(step), CheckpointError(f"Step {step} was rejected: {event['reason']}"))
+        elif kind == "checkpoint_uploaded":
+            # An attempt also uploads what an earlier one owed, of which nothing else was heard.
+            _resolve(self._upload(step), event)
+        elif kind == "attempt_started":
+            self._end(self._verifications, "the attempt that saved it ended first")
+
+    def close(self) -> None:
+        """No more events: end what still waits, and wait until it has ended."""
+        self._end(self._verifications, "the attempt that saved it ended first")
+        self._end(self._uploads, "the flow ended first; the next start uploads it")
+        wait_for_futures(self._submitted, timeout=LAST_TASKS_TIMEOUT_S)
+        self._submitted = []
+
+    def _verify(self, step: int) -> None:
+        confirmed: Future[Event] = Future()
+        self._verifications[step] = confirmed
+        timeout_s = 2 * self._config.checkpoint.verify_timeout_s
+        self._submitted.append(verify_checkpoint.submit(step, confirmed, timeout_s))
+
+    def _upload(self, step: int) -> Future[Event]:
+        if step not in self._uploads:
+            self._uploads[step] = Future()
+            self._submitted.append(upload_checkpoint.submit(step, self._uploads[step], None))
+        return self._uploads[step]
+
+    def _upload_due(self, step: int) -> bool:
+        return self._config.s3_enabled and upload_due(
+            step,
+            save_freq=self._config.trainer.save_freq,
+            upload_interval=self._config.s3.upload_interval,
+            last_step=self._total_steps,
+        )
+
+    def _end(self, waiting: dict[int, Future[Event]], reason: str) -> None:
+        for step, confirmed in waiting.items():
+            _fail(confirmed, WorkerDiedError(f"Step {step}: {reason}."))
+        waiting.clear()
+
+
+def to_yaml_value(value: Any) -> str:
+    """A parameter's value as it would be written on the command line."""
+    if isinstance(value, str):
+        return value
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+
+
+def _resolve(confirmed: Future[Event], event: Event) -> None:
+    if not confirmed.done():
+        confirmed.set_result(event)
+
+
+def _fail(confirmed: Future[Event], error: KeepstepError) -> None:
+    if not confirmed.done():
+        confirmed.set_exception(error)

@@ -1,0 +1,134 @@
+"""`keepstep run`: the whole flow in this process. `keepstep ui`: the page of a platform folder's Prefect server.
+
+Prefect reads its settings at import, so everything it must know is put into the environment before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from keepstep.cli.train_command import is_complete
+from keepstep.config.load import load, to_yaml
+from keepstep.errors import EXIT_DONE, ConfigError, Preempted
+from keepstep.platform import servers
+from keepstep.processes import ProcessRef
+from keepstep.run import PLATFORM_DIR, RunDir, read_json
+
+PREFECT_DEFAULTS = {
+    # 2^n seconds of patience with an API that is away: 510 s in all, instead of 62.
+    "PREFECT_CLIENT_MAX_RETRIES": "8",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    # The terminal shows progress and one message per error; the page shows the logs.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "DO_NOT_TRACK": "1",
+}
+
+
+def main(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run the flow. Raises the `KeepstepError` with which it ended."""
+    config = load(args.config, overrides)
+    if args.dry_run:
+        print(to_yaml(config), end="")
+        return EXIT_DONE
+    if is_complete(config):
+        return EXIT_DONE
+    run = RunDir.at(config.trainer.output_dir)
+    os.environ.update({key: value for key, value in PREFECT_DEFAULTS.items() if key not in os.environ})
+    _connect_prefect(run)
+    result = _run_flow(args.config, overrides)
+    print(summary(run, result))
+    return EXIT_DONE
+
+
+def ui(args: argparse.Namespace) -> int:
+    """Keep the Prefect server of a run, or of the folder that holds runs, until Ctrl-C."""
+    given = Path(os.path.abspath(os.path.expanduser(args.path)))
+    platform = next((p for p in (given / PLATFORM_DIR, given.parent / PLATFORM_DIR) if p.is_dir()), None)
+    if platform is None:
+        raise ConfigError(f"{given}: no run was started here or beside it.", "Give the folder of a run.")
+    holder = ProcessRef.current("flow")
+    info = servers.prefect_server(platform, holder)
+    print(f"{info.url}\nCtrl-C ends it, unless a run uses it.", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        servers.release(platform, holder)
+    return EXIT_DONE
+
+
+def _connect_prefect(run: RunDir) -> None:
+    """Use the configured Prefect API, else the embedded server, held by this process."""
+    if os.environ.get("PREFECT_API_URL"):
+        return
+    print("starting the Prefect server", file=sys.stderr, flush=True)
+    info = servers.prefect_server(run.platform, ProcessRef.current("flow"))
+    os.environ.update(info.env)
+    print(f"Prefect page: {info.url}", file=sys.stderr, flush=True)
+
+
+def _run_flow(config: str | None, overrides: list[str]) -> dict[str, Any]:
+    from flows.grpo_train import grpo_train
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return grpo_train(**flow_parameters(config, overrides))
+    except KeyboardInterrupt:
+        raise Preempted("Asked to leave.", "The same command goes on where this one stopped.") from None
+
+
+def flow_parameters(config: str | None, overrides: list[str]) -> dict[str, Any]:
+    """The flow's parameters for a command line. A file is made absolute: the flow may run elsewhere."""
+    name = config or "quickstart"
+    if os.path.exists(name):
+        name = os.path.abspath(name)
+    return {"config": name, "overrides": dict(_split(override) for override in overrides)}
+
+
+def _split(override: str) -> tuple[str, str]:
+    key, _, value = override.lstrip("-+").partition("=")
+    return key, value
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def summary(run: RunDir, result: dict[str, Any]) -> str:
+    """What a person wants to know at the end."""
+    rewards = [result["reward_first10"], result["reward_last10"]]
+    first, last = ("-" if reward is None else f"{reward:.3f}" for reward in rewards)
+    lines = [
+        "",
+        f"run          {run.root}",
+        f"steps        {result['final_step']} of {result['target_step']}, {result['steps_lost']} trained again, "
+        f"{result['attempts']} attempt(s)",
+        f"reward       {first} (first 10 steps) -> {last} (last 10)",
+        *(f"checkpoint   {_state(run, step)}" for step in _known_steps(run)),
+        "resume       the same command (this run is complete: it will say so)",
+        f"export       keepstep export {result['final_checkpoint']}",
+        f"Prefect page keepstep ui {run.root}",
+    ]
+    return "\n".join(lines)
+
+
+def _known_steps(run: RunDir) -> list[int]:
+    uploaded = {int(path.stem) for path in run.uploads.glob("*.json") if path.stem.isdigit()}
+    return sorted({*run.steps(), *uploaded})
+
+
+def _state(run: RunDir, step: int) -> str:
+    local = "on disk" if run.checkpoint(step).is_dir() else "not on disk"
+    remote = "not uploaded"
+    if run.upload(step).is_file():
+        record = read_json(run.upload(step))
+        remote = f"in s3://{record['bucket']}/{record['prefix']}"
+    return f"step_{step}: {local}, {remote}"

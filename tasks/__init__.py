@@ -1,0 +1,1 @@
+"""Prefect tasks: one engine call each, with its retry policy and its artifact."""
