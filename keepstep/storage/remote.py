@@ -143,11 +143,11 @@ class RemoteRun:
 
     def _differing(self, step: int, found: Manifest) -> list[str]:
         listed = dict(self.store.list(f"checkpoints/step_{step}/"))
-        reasons = [f"{name}: required and not in the manifest" for name in found.required if name not in found.files]
+        reasons: list[str] = []
         for name, digest in found.files.items():
             key = step_key(step, name)
             if key not in listed:
-                if not name.startswith("rollout/"):
+                if not _is_optional(name):
                     reasons.append(f"{name}: not in the store")
             elif listed[key] != digest.size:
                 reasons.append(f"{name}: {listed[key]} bytes in the store, expected {digest.size}")
@@ -207,7 +207,7 @@ class RemoteRun:
     def _fetch(self, step: int, found: Manifest, folder: Path) -> None:
         # Small files first: what is wrong shows early.
         for name, digest in sorted(found.files.items(), key=lambda entry: entry[1].size):
-            if name.startswith("rollout/") and self.store.head(step_key(step, name)) is None:
+            if _is_optional(name) and self.store.head(step_key(step, name)) is None:
                 continue
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             self.store.get_file(step_key(step, name), folder / name, digest)
@@ -280,11 +280,12 @@ def step_key(step: int, name: str) -> str:
 
 def same_tensors(first: Manifest, second: Manifest) -> bool:
     """Whether two checkpoints hold the same tensor files; counters of time and attempt may differ."""
-    names = {name for name in (*first.files, *second.files) if name.endswith((".bin", ".pt"))}
-    return all(
-        name in first.files and name in second.files and first.files[name].tree == second.files[name].tree
-        for name in names
-    )
+    trees = [{name: m.files[name].tree for name in layout.TENSOR_FILES if name in m.files} for m in (first, second)]
+    return trees[0] == trees[1]
+
+
+def _is_optional(name: str) -> bool:
+    return name.startswith(f"{layout.ROLLOUT_DIR}/")
 
 
 def _local_manifest(run: RunDir, step: int) -> tuple[bytes, Manifest]:
