@@ -1,0 +1,41 @@
+# `make run` and `make test` set up what is missing and do nothing twice.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: run test lint setup clean test-unit test-integration help
+
+help:  ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+setup: $(STAMP)  ## the environment, from the lock
+
+$(STAMP): requirements-cpu.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $(STAMP)
+
+run: setup  ## the main job: the quickstart, or where it was left
+	$(BIN)/keepstep run --config quickstart $(ARGS)
+
+test: setup  ## everything that CI runs
+	$(BIN)/python -m pytest $(ARGS)
+
+test-unit: setup  ## seconds
+	$(BIN)/python -m pytest tests/unit tests/architecture $(ARGS)
+
+test-integration: setup  ## whole tiny runs
+	$(BIN)/python -m pytest tests/integration $(ARGS)
+
+lint: setup  ## ruff, import rules, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+clean:  ## remove what was built; runs/ stays
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache *.egg-info

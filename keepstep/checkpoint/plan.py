@@ -1,0 +1,125 @@
+"""The resume decision: every candidate here and in the store, verified in order of preference until one holds.
+
+The plan changes nothing. It never trusts `latest`, and it never answers "step 0" when step folders exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from keepstep.checkpoint.select import Candidate, order
+from keepstep.checkpoint.verify import Verdict, verify
+from keepstep.errors import CheckpointError
+from keepstep.events.log import Event, read_jsonl
+from keepstep.run import RunDir
+
+
+class RemoteIndex(Protocol):
+    """What the plan asks of the store's side of a run (`storage.remote.RemoteRun`)."""
+
+    def steps(self) -> list[int]: ...
+
+    def verify(self, step: int) -> Verdict: ...
+
+
+@dataclass(frozen=True)
+class Rejection:
+    step: int
+    source: str
+    reason: str
+
+
+@dataclass
+class ResumePlan:
+    """Where to go on. `step` None: nothing was ever saved, the run begins at step 0."""
+
+    step: int | None = None
+    source: str | None = None
+    reason: str = "nothing was saved yet"
+    newest: int | None = None
+    """Newest step that stands anywhere."""
+    steps_given_up: int = 0
+    avoided_multiple: int | None = None
+    """A multiple that lost its precedence because attempts kept beginning there."""
+    rejections: list[Rejection] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
+
+    def to_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def describe(self) -> list[str]:
+        """Sentences for a person."""
+        lines = [f"step {r.step} ({r.source}) rejected: {r.reason}" for r in self.rejections]
+        if self.step is None:
+            return [*lines, f"begins at step 0: {self.reason}"]
+        lost = f"; newest is {self.newest}: {self.steps_given_up} steps given up" if self.steps_given_up else ""
+        return [*lines, f"resumes at step {self.step} ({self.source}, verified, {self.reason}{lost})"]
+
+
+def plan(
+    run: RunDir,
+    *,
+    policy: str,
+    prefer_multiple: int,
+    max_rewind_steps: int | None,
+    remote: RemoteIndex | None = None,
+    expected_run_id: str | None = None,
+    only_step: int | None = None,
+) -> ResumePlan:
+    """Decide where the run goes on.
+
+    Args:
+        only_step: consider this step alone (it was named on the command line).
+
+    Raises:
+        CheckpointError: step folders exist and none of them is usable; the message has every reason.
+        StorageError: the store stopped answering half-way.
+    """
+    candidates = [Candidate(step, "local") for step in run.steps()]
+    candidates += [Candidate(step, "s3") for step in (remote.steps() if remote else [])]
+    if only_step is not None:
+        candidates = [candidate for candidate in candidates if candidate.step == only_step]
+    stuck_at = find_stuck(list(read_jsonl(run.events)), prefer_multiple)
+    ordered = order(
+        candidates, policy=policy, prefer_multiple=prefer_multiple, max_rewind_steps=max_rewind_steps, stuck_at=stuck_at
+    )
+    found = ResumePlan(candidates=[candidate for candidate, _ in ordered])
+    usable: dict[Candidate, bool] = {}
+    for candidate, reason in ordered:
+        verdict = _verify(run, candidate, remote, expected_run_id)
+        usable[candidate] = verdict.resumable
+        if not verdict.resumable:
+            found.rejections.append(Rejection(candidate.step, candidate.source, "; ".join(verdict.reasons) or verdict.state))
+            continue
+        found.step, found.source, found.reason = candidate.step, candidate.source, reason
+        found.newest = max(step for step in (c.step for c in candidates if usable.get(c, True)))
+        found.steps_given_up = found.newest - candidate.step
+        if stuck_at is not None and candidate.step % prefer_multiple:
+            found.avoided_multiple = stuck_at
+        return found
+    if candidates:
+        reasons = "\n".join(f"  step {r.step} ({r.source}): {r.reason}" for r in found.rejections)
+        raise CheckpointError(
+            f"{run.root} has {len(candidates)} checkpoints and none can be resumed from:\n{reasons}",
+            "Bring a good one back, or start a new run in another trainer.output_dir; this one is not started over.",
+        )
+    return found
+
+
+def find_stuck(events: list[Event], prefer_multiple: int) -> int | None:
+    """The multiple at which the last attempt began, or which it passed over already. Pure."""
+    last = max((event["attempt"] for event in events if event.get("event") == "attempt_started"), default=None)
+    for event in reversed(events):
+        if event.get("event") == "resumed" and event["attempt"] == last:
+            if event["step"] and event["step"] % prefer_multiple == 0:
+                return int(event["step"])
+            return event.get("plan", {}).get("avoided_multiple")
+    return None
+
+
+def _verify(run: RunDir, candidate: Candidate, remote: RemoteIndex | None, run_id: str | None) -> Verdict:
+    if candidate.source == "s3":
+        assert remote is not None, "store candidates come from a store"
+        return remote.verify(candidate.step)
+    return verify(run.checkpoint(candidate.step), expected_run_id=run_id, expected_step=candidate.step)

@@ -1,0 +1,127 @@
+"""Driving a real run from outside: start it, watch its events, choose a victim by the run's own record, kill it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from keepstep.attempts import newest_record
+from keepstep.events.log import read_jsonl
+from keepstep.processes import ProcessRef
+from keepstep.run import RunDir
+
+Event = dict[str, Any]
+POLL_S = 0.02
+
+
+@dataclass
+class Driver:
+    """One run folder and the command that works on it."""
+
+    output_dir: Path
+    overrides: list[str]
+    command: str = "run"
+    log: Path = field(init=False)
+    process: subprocess.Popen[bytes] | None = None
+    history: list[Event] = field(default_factory=list)
+    """Events of a folder that was deleted since."""
+
+    def __post_init__(self) -> None:
+        self.run = RunDir.at(self.output_dir)
+        self.log = self.output_dir.with_name(self.output_dir.name + ".log")
+
+    def start(self) -> None:
+        """Start the command; its output goes to a file beside the run."""
+        arguments = [sys.executable, "-m", "keepstep.cli.main", self.command, "--config", "quickstart"]
+        arguments += [f"trainer.output_dir={self.output_dir}", *self.overrides]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=clean_environment())
+
+    def wait(self, timeout_s: float) -> int:
+        """Exit status of the command."""
+        assert self.process is not None
+        try:
+            return self.process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.output_dir.name}: no end within {timeout_s} s\n{self.tail()}") from None
+
+    def run_to_end(self, timeout_s: float = 240) -> int:
+        self.start()
+        return self.wait(timeout_s)
+
+    def wait_for(self, what: str, condition: Callable[[list[Event]], Any], timeout_s: float = 150) -> Any:
+        """First true value of `condition(events)`; fails when the command ends before, or after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if found := condition(self.events()):
+                return found
+            assert self.process is not None
+            if self.process.poll() is not None and not condition(self.events()):
+                raise AssertionError(f"ended with {self.process.returncode} before: {what}\n{self.tail()}")
+            time.sleep(POLL_S)
+        raise AssertionError(f"not within {timeout_s} s: {what}\n{self.tail()}")
+
+    def wait_for_step(self, step: int, attempt: int | None = None, timeout_s: float = 150) -> None:
+        """Wait until some attempt (or this one) has finished `step`."""
+
+        def reached(events: list[Event]) -> bool:
+            return any(
+                event["event"] == "step" and event["step"] >= step and event["attempt"] == (attempt or event["attempt"])
+                for event in events
+            )
+
+        self.wait_for(f"step {step}", reached, timeout_s)
+
+    def events(self) -> list[Event]:
+        return list(read_jsonl(self.run.events))
+
+    def rewards(self) -> dict[int, float]:
+        """Last reward of every step, over the folder's whole history."""
+        return {e["step"]: e["reward"] for e in [*self.history, *self.events()] if e["event"] == "step"}
+
+    def processes(self, role: str | None = None) -> list[ProcessRef]:
+        """Processes of the newest attempt, from its own record."""
+        record = newest_record(self.run)
+        found = [ProcessRef.from_record(process) for process in record["processes"]] if record else []
+        return [ref for ref in found if role is None or ref.role == role]
+
+    def all_processes(self) -> list[ProcessRef]:
+        """Processes of all attempts."""
+        from keepstep.run import read_json
+
+        records = [read_json(self.run.attempt(number)) for number in self.run.attempt_numbers()]
+        return [ProcessRef.from_record(process) for record in records for process in record["processes"]]
+
+    def kill(self, role: str, index: int = 0) -> ProcessRef:
+        """SIGKILL one living process of the newest attempt."""
+        victim = [ref for ref in self.processes(role) if ref.alive()][index]
+        os.kill(victim.pid, signal.SIGKILL)
+        return victim
+
+    def kill_command(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(timeout=30)
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else "(no output)"
+
+
+def clean_environment() -> dict[str, str]:
+    """The caller's environment without what would point the command at another Prefect server or store."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "KEEPSTEP_", "AWS_"))}
+
+
+def wait_until_gone(refs: list[ProcessRef], timeout_s: float = 30) -> list[ProcessRef]:
+    """Those of `refs` that still live after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while any(ref.alive() for ref in refs) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [ref for ref in refs if ref.alive()]
