@@ -22,7 +22,7 @@ from typing import Any
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.manifest import Manifest, ManifestError, parse
 from keepstep.checkpoint.publish import publish
-from keepstep.checkpoint.verify import Verdict, verify
+from keepstep.checkpoint.verify import REJECTED, VERIFIED, Verdict, verify
 from keepstep.config.schema import S3Config
 from keepstep.errors import CheckpointError, ConfigError, ContractError, NoRoomError
 from keepstep.events.log import utc_now
@@ -132,7 +132,7 @@ class RemoteRun:
             reasons = [error.message]
         return Verdict(
             path=path,
-            state="rejected" if reasons else "verified",
+            state=REJECTED if reasons else VERIFIED,
             reasons=reasons,
             step=step,
             epoch=None,
@@ -194,7 +194,7 @@ class RemoteRun:
             _check_room(folder, sum(digest.size for digest in found.files.values()))
             self._fetch(step, found, folder)
             verdict = verify(folder, expected_step=step, expected_run_id=found.run_id)
-            if not verdict.ok:
+            if not verdict.resumable:
                 raise CheckpointError(
                     f"Step {step} from {self.store.where} does not verify: {verdict.reasons[0]}",
                     "Take another step of the run.",

@@ -1,0 +1,369 @@
+"""A run's folder in a real S3 server that refuses wrong checksums."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep.checkpoint import layout, manifest
+from keepstep.checkpoint.digest import digest_file
+from keepstep.checkpoint.verify import verify
+from keepstep.config.schema import S3Config
+from keepstep.errors import CheckpointError, ContractError, FencedError, StorageError, StorageRefusedError
+from keepstep.platform import servers
+from keepstep.processes import ProcessRef
+from keepstep.run import RunDir, write_json
+from keepstep.storage.protocol import LocalFileError
+from keepstep.storage.remote import RemoteRun, open_remote, step_key, upload_checkpoint
+from keepstep.storage.s3 import S3Store
+
+pytestmark = pytest.mark.integration
+
+BIG_BYTES = 40 * 1024**2
+"""Three parts of 16 MiB."""
+
+CONFIG_YAML = """
+data: {train_files: none.parquet}
+actor_rollout_ref: {model: {path: none}}
+trainer: {output_dir: .}
+s3: {embedded: true}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> servers.ServerInfo:
+    platform = tmp_path_factory.mktemp("store") / ".keepstep"
+    return servers.object_store(platform, ProcessRef.current("flow"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir.at(tmp_path / "run")
+    run.root.mkdir()
+    write_json(run.record, {"run_id": "run-a"})
+    run.config.write_text(CONFIG_YAML)
+    return run
+
+
+@pytest.fixture
+def remote(run: RunDir, server: servers.ServerInfo) -> Iterator[RemoteRun]:
+    remote = open_remote(S3Config(embedded=True), run, server.env)
+    yield remote
+    remote.close()
+
+
+def write_step(
+    run: RunDir, step: int, *, num_bytes: int = 1024, seed: int = 0, run_id: str = "run-a", attempt: int = 1
+) -> Path:
+    """A checkpoint that verifies; its actor has about `num_bytes` bytes."""
+    import torch
+
+    folder = run.checkpoint(step)
+    generator = torch.Generator().manual_seed(seed)
+    for name in layout.TENSOR_FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        count = num_bytes // 4 if name == layout.ACTOR else 16
+        torch.save({"weight": torch.rand(count, generator=generator)}, folder / name)
+    streams = {name: base64.b64encode(b"state").decode() for name in ("python", "numpy", "torch")} | {"cuda": []}
+    state = {
+        "global_step": step,
+        "epoch": 1,
+        "dataloader_state": {"train_dataset_offset": 0, "val_dataset_offset": 0},
+        "rng_states": {**streams, "per_rank": [streams]},
+    }
+    (folder / layout.TRAINER_STATE).write_text(json.dumps(state))
+    (folder / layout.CONFIG).write_text(CONFIG_YAML)
+    files = {name: digest_file(folder / name) for name in (*layout.TENSOR_FILES, layout.TRAINER_STATE, layout.CONFIG)}
+    (folder / layout.MANIFEST).write_bytes(
+        manifest.build(
+            run_id=run_id, attempt=attempt, step=step, world_size=1, required=list(layout.required_files()),
+            files=files, tensors={}, metrics={}, nonfinite={},
+        )
+    )  # fmt: skip
+    assert verify(folder).resumable
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def flip_byte(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def test_round_trip_into_an_empty_folder(run: RunDir, remote: RemoteRun, tmp_path: Path) -> None:
+    """C161, C167: what comes back has the same bytes, several parts included."""
+    folder = write_step(run, 100, num_bytes=BIG_BYTES)
+    before = content(folder)
+    report = upload_checkpoint(remote, run, 100, attempt=1)
+    assert (report.num_uploaded, report.num_present) == (6, 0)
+    assert remote.steps() == [100]
+    assert remote.verify(100).resumable
+    assert remote.fetch_record() == {"run_id": "run-a"}
+    assert remote.highest_attempt() == 1
+
+    other = RunDir.at(tmp_path / "elsewhere")
+    remote.download(100, other)
+    assert content(other.checkpoint(100)) == before
+    assert [entry.name for entry in other.checkpoints.iterdir()] == ["step_100"]
+
+
+def test_second_upload_sends_nothing(run: RunDir, remote: RemoteRun) -> None:
+    write_step(run, 100)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    report = upload_checkpoint(remote, run, 100, attempt=2)
+    assert (report.num_uploaded, report.num_present) == (0, 6)
+    assert remote.highest_attempt() == 2
+
+
+def test_step_saved_again_with_equal_tensors_counts_as_uploaded(run: RunDir, remote: RemoteRun) -> None:
+    folder = write_step(run, 100)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    shutil.rmtree(folder)
+    write_step(run, 100, attempt=2)
+    assert upload_checkpoint(remote, run, 100, attempt=2).num_uploaded == 0
+    assert remote.manifest(100).attempt == 1
+    assert remote.verify(100).resumable
+
+
+def test_step_saved_again_with_other_tensors_is_a_conflict(run: RunDir, remote: RemoteRun) -> None:
+    folder = write_step(run, 100)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    shutil.rmtree(folder)
+    write_step(run, 100, seed=1, attempt=2)
+    with pytest.raises(ContractError, match="other tensors"):
+        upload_checkpoint(remote, run, 100, attempt=2)
+    assert remote.verify(100).resumable
+
+
+@pytest.mark.parametrize("position", [0, 17 * 1024**2])
+def test_damaged_local_file_never_becomes_visible(run: RunDir, remote: RemoteRun, position: int) -> None:
+    """C172: the bytes that are sent are hashed, in any part, and compared before anything is published."""
+    folder = write_step(run, 100, num_bytes=BIG_BYTES)
+    flip_byte(folder / layout.ACTOR, position)
+    with pytest.raises(LocalFileError, match=f"part {position // (16 * 1024**2)}"):
+        upload_checkpoint(remote, run, 100, attempt=1)
+    assert remote.steps() == []
+    assert remote.store.head(step_key(100, layout.ACTOR)) is None
+    assert remote.store.abort_unfinished("") == 0, "C163: an unfinished upload was left behind"
+
+
+def test_wrong_remote_object_is_rejected_by_name_and_repaired(run: RunDir, remote: RemoteRun) -> None:
+    folder = write_step(run, 100)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    key = step_key(100, layout.OPTIMIZER)
+    data = bytearray((folder / layout.OPTIMIZER).read_bytes())
+    data[-1] ^= 1
+    remote.store.put_bytes(key, bytes(data))
+    verdict = remote.verify(100)
+    assert not verdict.ok
+    assert [reason.split(":")[0] for reason in verdict.reasons] == [layout.OPTIMIZER]
+    assert upload_checkpoint(remote, run, 100, attempt=1).num_uploaded == 1
+    assert remote.verify(100).resumable
+
+
+def test_missing_and_truncated_objects_are_rejected(run: RunDir, remote: RemoteRun) -> None:
+    """C169, C161."""
+    write_step(run, 100)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    remote.store.delete(step_key(100, layout.SCHEDULER))
+    remote.store.put_bytes(step_key(100, layout.REF), b"short")
+    names = {reason.split(":")[0] for reason in remote.verify(100).reasons}
+    assert names == {layout.SCHEDULER, layout.REF}
+
+
+def test_manifest_of_another_step_is_rejected(run: RunDir, remote: RemoteRun) -> None:
+    write_step(run, 100)
+    folder = write_step(run, 120)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    remote.store.put_bytes(step_key(100, layout.MANIFEST), (folder / layout.MANIFEST).read_bytes())
+    assert "manifest of step 120" in remote.verify(100).reasons[0]
+
+
+def test_damage_that_the_store_hides_is_found_by_the_download(
+    run: RunDir, remote: RemoteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_step(run, 100)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    honest = S3Store._get_object
+
+    async def lying(self: S3Store, key: str, *span: int) -> bytes:
+        data = await honest(self, key, *span)
+        return b"\0" + data[1:] if key.endswith(layout.ACTOR) else data
+
+    monkeypatch.setattr(S3Store, "_get_object", lying)
+    other = RunDir.at(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match=r"actor/pytorch_model\.bin: part 0"):
+        remote.download(100, other)
+    assert list(other.checkpoints.iterdir()) == []
+
+
+def test_prefix_of_another_run_is_refused(run: RunDir, remote: RemoteRun) -> None:
+    write_step(run, 100)
+    remote.store.put_bytes("run.json", json.dumps({"run_id": "run-b"}).encode())
+    with pytest.raises(ContractError, match="run-b"):
+        upload_checkpoint(remote, run, 100, attempt=1)
+    assert remote.steps() == []
+
+
+def test_stale_attempt_publishes_nothing(run: RunDir, remote: RemoteRun) -> None:
+    write_step(run, 100)
+
+    def fence() -> None:
+        raise FencedError("stale")
+
+    with pytest.raises(FencedError):
+        upload_checkpoint(remote, run, 100, 1, fence)
+    assert remote.steps() == []
+
+
+def test_step_that_is_not_on_disk_is_named(run: RunDir, remote: RemoteRun) -> None:
+    with pytest.raises(CheckpointError, match="Step 7 "):
+        upload_checkpoint(remote, run, 7, attempt=1)
+
+
+def test_store_that_is_down_is_a_storage_error_in_bounded_time() -> None:
+    begin = time.monotonic()
+    with (
+        S3Store("keepstep", "p", endpoint_url="http://127.0.0.1:9", key="k", secret="s" * 9) as store,
+        pytest.raises(StorageError) as caught,
+    ):
+        store.get_bytes("run.json")
+    assert caught.value.retry
+    assert not isinstance(caught.value, StorageRefusedError)
+    assert time.monotonic() - begin < 20
+
+
+def test_refusals_name_the_way_out_and_no_secret(server: servers.ServerInfo) -> None:
+    key, secret = server.env["AWS_ACCESS_KEY_ID"], server.env["AWS_SECRET_ACCESS_KEY"]
+    missing = refusal("not-there", endpoint_url=server.url, key=key, secret=secret)
+    assert "NoSuchBucket" in missing.message
+    assert "'not-there'" in missing.remedy
+    wrong = refusal("keepstep", endpoint_url=server.url, key=key, secret="wrong" + secret)
+    assert secret not in str(wrong)
+    assert "credentials" in wrong.remedy
+
+
+def refusal(bucket: str, **options: str) -> StorageRefusedError:
+    with S3Store(bucket, "p", **options) as store, pytest.raises(StorageRefusedError) as caught:
+        store.list("")
+    return caught.value
+
+
+def test_endpoint_that_accepts_wrong_checksums_is_read_back(
+    run: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checksum in a HEAD proves nothing where the server stores what it is told."""
+    folder = write_step(run, 100)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    key, digest = step_key(100, layout.ACTOR), digest_file(folder / layout.ACTOR)
+    monkeypatch.setattr(remote.store, "_checked", False)
+    assert remote.store.confirms(key, digest)
+    data = bytearray((folder / layout.ACTOR).read_bytes())
+    data[5] ^= 1
+    remote.store.put_bytes(key, bytes(data))
+    assert not remote.store.confirms(key, digest)
+
+
+@pytest.fixture
+def start_upload(run: RunDir, server: servers.ServerInfo) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """`keepstep upload` as the trainer starts it; its standard input stays open."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "keepstep.cli.main",
+            "upload",
+            str(run.root),
+            "--step",
+            "100",
+            "--attempt",
+            "1",
+        ]
+        process = subprocess.Popen(
+            [*command, "--json", "--watch-stdin"],
+            env=os.environ | server.env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Wait with the child's standard input open, which `communicate` would close."""
+    watched, process.stdin = process.stdin, None
+    assert watched is not None
+    with watched:
+        return process.communicate(timeout=120)
+
+
+def wait_for_upload(remote: RemoteRun, process: subprocess.Popen[str]) -> None:
+    """Until the big file's upload has begun: the small ones are there."""
+    deadline = time.monotonic() + 60
+    while len(remote.store.list("checkpoints/step_100/")) < 5:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "parent gone"])
+def test_killed_upload_leaves_nothing_visible_and_is_resumed(
+    run: RunDir, remote: RemoteRun, start_upload: Callable[[], subprocess.Popen[str]], how: str
+) -> None:
+    """C169, C163."""
+    write_step(run, 100, num_bytes=10 * BIG_BYTES)
+    process = start_upload()
+    wait_for_upload(remote, process)
+    if how == "SIGKILL":
+        process.send_signal(signal.SIGKILL)
+    else:
+        assert process.stdin is not None
+        process.stdin.close()
+    assert process.wait(timeout=30) != 0
+    assert remote.steps() == []
+    if how == "parent gone":
+        assert remote.store.abort_unfinished("") == 0
+    process = start_upload()
+    stdout, stderr = finish(process)
+    assert process.returncode == 0, stderr
+    record = json.loads(stdout)
+    assert (record["step"], record["num_present"], record["num_uploaded"]) == (100, 5, 1)
+    assert remote.verify(100).resumable
+    assert remote.store.abort_unfinished("") == 0
+    assert json.loads(run.upload(100).read_text())["num_bytes"] == record["num_bytes"]
+
+
+def test_fenced_uploader_exits_5(
+    run: RunDir, remote: RemoteRun, start_upload: Callable[[], subprocess.Popen[str]]
+) -> None:
+    write_step(run, 100)
+    write_json(run.attempt(1), {"attempt": 1})
+    write_json(run.attempt(2), {"attempt": 2})
+    process = start_upload()
+    stdout, stderr = finish(process)
+    assert process.returncode == 5, stderr
+    assert json.loads(stdout)["class"] == "fenced"
+    assert remote.steps() == []
