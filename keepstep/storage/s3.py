@@ -458,5 +458,4 @@ def _code(error: BaseException | None) -> str:
         response = getattr(candidate, "response", None)
         if isinstance(response, dict) and "Error" in response:
             return str(response["Error"].get("Code", "error"))
-    cause = getattr(error, "__cause__", None)
-    return _code(cause) if cause is not None else type(error).__name__
+    return type(error).__name__
