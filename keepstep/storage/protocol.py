@@ -67,7 +67,7 @@ class ObjectStore(Protocol):
         """Whether the object exists with exactly this content, on evidence that the store cannot merely echo."""
         ...
 
-    def list(self, prefix: str) -> list[tuple[str, int]]:
+    def list_objects(self, prefix: str) -> list[tuple[str, int]]:
         """(key, size in bytes) of every object under `prefix`, in key order."""
         ...
 

@@ -92,7 +92,7 @@ class RemoteRun:
 
     def steps(self) -> list[int]:
         """Steps with a manifest, ascending; one listing, whatever their number."""
-        found = (_MANIFEST_KEY.fullmatch(key) for key, _ in self.store.list("checkpoints/"))
+        found = (_MANIFEST_KEY.fullmatch(key) for key, _ in self.store.list_objects("checkpoints/"))
         return sorted(int(match.group(1)) for match in found if match)
 
     def manifest_bytes(self, step: int) -> bytes | None:
@@ -142,7 +142,7 @@ class RemoteRun:
         )
 
     def _differing(self, step: int, found: Manifest) -> list[str]:
-        listed = dict(self.store.list(f"checkpoints/step_{step}/"))
+        listed = dict(self.store.list_objects(f"checkpoints/step_{step}/"))
         reasons: list[str] = []
         for name, digest in found.files.items():
             key = step_key(step, name)
@@ -173,7 +173,7 @@ class RemoteRun:
 
     def highest_attempt(self) -> int:
         """Highest attempt number that ever uploaded here; 0 when none did."""
-        found = (_ATTEMPT_KEY.fullmatch(key) for key, _ in self.store.list("attempts/"))
+        found = (_ATTEMPT_KEY.fullmatch(key) for key, _ in self.store.list_objects("attempts/"))
         return max((int(match.group(1)) for match in found if match), default=0)
 
     def download(self, step: int, run: RunDir, check_fence: Callable[[], None] = lambda: None) -> Path:
@@ -254,7 +254,7 @@ def upload_checkpoint(
         store.delete(step_key(step, layout.MANIFEST))
         standing = None
     store.abort_unfinished(f"checkpoints/step_{step}/")
-    listed = dict(store.list(f"checkpoints/step_{step}/"))
+    listed = dict(store.list_objects(f"checkpoints/step_{step}/"))
     num_uploaded = 0
     for name, digest in sorted(local.files.items(), key=lambda entry: entry[1].size):
         key = step_key(step, name)

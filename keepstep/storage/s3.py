@@ -110,7 +110,7 @@ class S3Store:
         self._run(self._get_file(key, path, digest))
 
     def put_bytes(self, key: str, data: bytes, if_absent: bool = False) -> bool:
-        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
         try:
             self._run(self._put_object(key, data, hashlib.sha256(data).digest(), **condition))
         except _ExistsError:
@@ -129,7 +129,7 @@ class S3Store:
     def confirms(self, key: str, digest: FileDigest) -> bool:
         return self._run(self._confirms(key, digest))
 
-    def list(self, prefix: str) -> list[tuple[str, int]]:
+    def list_objects(self, prefix: str) -> list[tuple[str, int]]:
         return self._run(self._list(prefix))
 
     def delete(self, key: str) -> None:
@@ -226,7 +226,7 @@ class S3Store:
 
     # Objects
 
-    async def _put_object(self, key: str, data: bytes, sha256: bytes, **condition: str) -> None:
+    async def _put_object(self, key: str, data: bytes, sha256: bytes, **condition: Any) -> None:
         await self._call("put_object", key, Body=data, ChecksumSHA256=_base64(sha256), **condition)
 
     async def _get_object(self, key: str, start: int | None = None, length: int = 0) -> bytes:
@@ -304,13 +304,16 @@ class S3Store:
 
     async def _put_parts(self, path: Path, key: str, digest: FileDigest) -> None:
         created = await self._call("create_multipart_upload", key, ChecksumAlgorithm="SHA256")
-        upload = {"UploadId": created["UploadId"]}
+        upload: dict[str, Any] = {"UploadId": created["UploadId"]}
         limit = asyncio.Semaphore(concurrent_parts(digest.part_size))
 
         async def put(number: int) -> dict[str, Any]:
             async with limit:
                 body = await asyncio.to_thread(_read_part, path, digest, number)
-                checksum = {"ChecksumSHA256": _base64(bytes.fromhex(digest.parts[number])), "PartNumber": number + 1}
+                checksum: dict[str, Any] = {
+                    "ChecksumSHA256": _base64(bytes.fromhex(digest.parts[number])),
+                    "PartNumber": number + 1,
+                }
                 answer = await self._call("upload_part", key, Body=body, **upload, **checksum)
                 return {"ETag": answer["ETag"], **checksum}
 
@@ -323,7 +326,7 @@ class S3Store:
             raise
 
     async def _complete(
-        self, key: str, digest: FileDigest, upload: dict[str, str], parts: list[dict[str, Any]]
+        self, key: str, digest: FileDigest, upload: dict[str, Any], parts: list[dict[str, Any]]
     ) -> None:
         try:
             await self._call("complete_multipart_upload", key, **upload, MultipartUpload={"Parts": parts})
@@ -332,7 +335,7 @@ class S3Store:
             if not await self._confirms(key, digest):
                 raise self._failed(f"complete_multipart_upload of {self.where}/{key}", "NoSuchUpload") from error
 
-    async def _abort(self, key: str, upload: dict[str, str]) -> None:
+    async def _abort(self, key: str, upload: dict[str, Any]) -> None:
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await self._call("abort_multipart_upload", key, tries=1, **upload)
@@ -365,7 +368,7 @@ class S3Store:
 
     async def _list(self, prefix: str) -> list[tuple[str, int]]:
         found: list[tuple[str, int]] = []
-        page: dict[str, str] = {}
+        page: dict[str, Any] = {}
         while True:
             answer = await self._call("list_objects_v2", None, Prefix=self._name(prefix), **page)
             skip = len(self._name(""))

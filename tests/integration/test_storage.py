@@ -259,7 +259,7 @@ def test_refusals_name_the_way_out_and_no_secret(server: servers.ServerInfo) -> 
 
 def refusal(bucket: str, **options: str) -> StorageRefusedError:
     with S3Store(bucket, "p", **options) as store, pytest.raises(StorageRefusedError) as caught:
-        store.list("")
+        store.list_objects("")
     return caught.value
 
 
@@ -323,7 +323,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 def wait_for_upload(remote: RemoteRun, process: subprocess.Popen[str]) -> None:
     """Until the big file's upload has begun: the small ones are there."""
     deadline = time.monotonic() + 60
-    while len(remote.store.list("checkpoints/step_100/")) < 5:
+    while len(remote.store.list_objects("checkpoints/step_100/")) < 5:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
