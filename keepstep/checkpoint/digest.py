@@ -110,8 +110,7 @@ class HashingWriter:
         self._file.flush()
 
     def digest(self) -> FileDigest:
-        """Digest of everything written so far."""
-        self.flush()
+        """Digest of everything written so far; the file may be closed by now."""
         part_size = part_size_for(self._size)
         if part_size != SMALLEST_PART_BYTES:
             # Only known at the end: files over 140 GiB are hashed once more with their larger parts.
