@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 
 import pytest
 
@@ -34,9 +35,7 @@ def test_stopping_anywhere_changes_nothing(shuffle: bool):
     whole = rows_at(0, 60, num_rows=20, seed=5, shuffle=shuffle)
     for stops in ([6, 16], [16, 20, 24], [19, 20, 21], [40, 59]):
         edges = [0, *stops, 60]
-        parts = [
-            rows_at(a, b - a, num_rows=20, seed=5, shuffle=shuffle) for a, b in zip(edges, edges[1:], strict=False)
-        ]
+        parts = [rows_at(a, b - a, num_rows=20, seed=5, shuffle=shuffle) for a, b in itertools.pairwise(edges)]
         assert [row for part in parts for row in part] == whole
 
 
@@ -58,4 +57,4 @@ def test_sample_seeds_are_63_bit_and_never_neighbours():
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
     ordered = sorted(seeds)
-    assert min(b - a for a, b in zip(ordered, ordered[1:], strict=False)) > 1
+    assert min(b - a for a, b in itertools.pairwise(ordered)) > 1
