@@ -1,0 +1,293 @@
+"""From a YAML file and `key=value` overrides to a checked configuration, and back to text."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from keepstep.config.schema import RunConfig, Section
+from keepstep.errors import ConfigError
+
+DEFAULT = "quickstart"
+_PACKAGE = Path(__file__).resolve().parent
+# A checkout has the files beside the package, a wheel inside it.
+_FOLDERS = (_PACKAGE.parents[1] / "configs", _PACKAGE / "files")
+_OVERRIDE = re.compile(r"(?:--|\+{0,2})([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+
+
+def load(config: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a start.
+
+    Args:
+        config: path of a YAML file or name of a packaged one; None is the quickstart.
+        overrides: `a.b.c=value`, also written `--a.b.c=value` or `+a.b.c=value`; values are YAML, later ones win.
+
+    Raises:
+        ConfigError: no such file, not YAML, unknown keys (each with the nearest known one), or values of a wrong kind.
+    """
+    path = find(config or DEFAULT)
+    given = _flatten(_read(path), str(path))
+    for override in overrides:
+        key, value = _parse_override(override)
+        given[key] = value
+    _refuse_unknown(given)
+    try:
+        return RunConfig.model_validate(_nest(given))
+    except ValidationError as error:
+        raise ConfigError(f"Configuration {path}:\n  " + "\n  ".join(_problems(error)), "Correct these values.") from None
+
+
+def find(name: str) -> Path:
+    """The file that `name` stands for: a path, else a packaged configuration."""
+    if Path(name).is_file():
+        return Path(name)
+    packaged = {path.stem: path for folder in reversed(_FOLDERS) for path in folder.glob("*.yaml")}
+    if name in packaged:
+        return packaged[name]
+    raise ConfigError(f"--config {name}: no such file.", f"Give a YAML file or one of: {', '.join(sorted(packaged))}.")
+
+
+def to_dotted(config: RunConfig) -> list[str]:
+    """Every setting as `key=value`, in the schema's order; each line is a valid override."""
+    return [f"{key}={_text(value)}" for key, value in _leaves(config.model_dump(mode="json"))]
+
+
+def to_yaml(config: RunConfig) -> str:
+    """YAML that loads to the same configuration."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def resolve_total_steps(config: RunConfig, num_rows: int) -> int:
+    """Steps of the run: `trainer.total_training_steps`, else what `trainer.total_epochs` passes over the rows give.
+
+    Raises:
+        ConfigError: that is not even one step.
+    """
+    trainer, batch = config.trainer, config.data.train_batch_size
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    total = trainer.total_epochs * num_rows // batch
+    if total < 1:
+        raise ConfigError(
+            f"{trainer.total_epochs} epochs (trainer.total_epochs) of {num_rows} rows are less than one batch of {batch} "
+            "(data.train_batch_size).",
+            "Set a smaller data.train_batch_size, more epochs, or trainer.total_training_steps.",
+        )
+    return total
+
+
+def validate(config: RunConfig) -> list[str]:
+    """Check settings against each other; returns warnings.
+
+    Raises:
+        ConfigError: settings that contradict each other, all of them, each with both values and the way out.
+    """
+    problems = [*_check_batches(config), *_check_frequencies(config)]
+    if config.s3.embedded and config.s3.endpoint_url is not None:
+        problems.append(
+            f"s3.embedded=true starts a server of its own, but s3.endpoint_url={config.s3.endpoint_url} names another: "
+            "set s3.embedded=false or leave the endpoint out"
+        )
+    if problems:
+        raise ConfigError("Settings that do not go together:\n  " + "\n  ".join(problems))
+    return _warnings(config)
+
+
+def _check_batches(config: RunConfig) -> Iterator[str]:
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    group, ranks = config.actor_rollout_ref.rollout.n, config.world_size
+    if batch % mini:
+        yield (
+            f"data.train_batch_size={batch} is not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}: "
+            f"set the latter to a divisor of {batch}"
+        )
+    if mini * group % ranks:
+        yield (
+            f"a mini-batch of {mini} prompts (actor_rollout_ref.actor.ppo_mini_batch_size) with {group} responses "
+            f"(actor_rollout_ref.rollout.n) does not deal out evenly over {ranks} ranks "
+            f"(trainer.nnodes * trainer.n_gpus_per_node): make it a multiple of {ranks}"
+        )
+
+
+def _check_frequencies(config: RunConfig) -> Iterator[str]:
+    for key, value in (("save_freq", config.trainer.save_freq), ("test_freq", config.trainer.test_freq)):
+        if value == 0 or value < -1:
+            yield f"trainer.{key}={value}: a number of steps from 1, or -1"
+
+
+def _warnings(config: RunConfig) -> list[str]:
+    found = []
+    save_freq, multiple = config.trainer.save_freq, config.resume.prefer_multiple
+    if save_freq == -1:
+        found.append("trainer.save_freq=-1: nothing is saved before the last step; a kill loses the whole run.")
+    elif config.resume.policy == "prefer_multiple" and multiple % save_freq:
+        found.append(
+            f"trainer.save_freq={save_freq} does not divide resume.prefer_multiple={multiple}: "
+            "few checkpoints, or none, will be multiples that a resume prefers."
+        )
+    if config.trainer.test_freq > 0 and not config.data.val_files:
+        found.append(f"trainer.test_freq={config.trainer.test_freq}, but data.val_files is not set: nothing is validated.")
+    if config.actor_rollout_ref.rollout.n == 1:
+        found.append("actor_rollout_ref.rollout.n=1: a group of one has no advantage, so the policy does not learn.")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: a mapping of sections is expected, found a {type(found).__name__}.")
+    return found
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    match = _OVERRIDE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{text}: not understood.", "Write settings as key=value, e.g. trainer.save_freq=10.")
+    key, raw = match.groups()
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError:
+        value = raw
+    scalar = not isinstance(value, (str, list, dict, types.NoneType))
+    # `trainer.experiment_name=2024` means the text, although YAML reads a number.
+    return key, raw if scalar and str in _types(_known().get(key)) else value
+
+
+def _refuse_unknown(given: dict[str, Any]) -> None:
+    unknown = [key for key in given if key not in _known()]
+    if not unknown:
+        return
+    lines = []
+    for key in unknown:
+        below = [known for known in _known() if known.startswith(f"{key}.")]
+        nearest = _nearest(key)
+        if below:
+            lines.append(f"{key} is a section, not a setting; it has {', '.join(below[:3])}, …")
+        else:
+            lines.append(f"{key} is not a setting" + (f"; the nearest is {nearest}" if nearest else ""))
+    raise ConfigError("Unknown settings:\n  " + "\n  ".join(lines), "See all of them: keepstep train --dry-run")
+
+
+def _nearest(key: str) -> str | None:
+    """The known key that was probably meant: the same name in another section, else the most similar spelling."""
+    known = list(_known())
+    same_end = [candidate for candidate in known if candidate.endswith(f".{key}") or candidate.endswith(f".{_last(key)}")]
+    if same_end:
+        return max(same_end, key=lambda candidate: difflib.SequenceMatcher(None, key, candidate).ratio())
+    similar = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    if similar:
+        return similar[0]
+    by_end = {_last(candidate): candidate for candidate in known}
+    ends = difflib.get_close_matches(_last(key), by_end, n=1, cutoff=0.7)
+    return by_end[ends[0]] if ends else None
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _problems(error: ValidationError) -> list[str]:
+    """One line per setting: the key, what was given, what is allowed."""
+    lines: dict[str, str] = {}
+    for problem in error.errors(include_url=False):
+        key = _key_of(problem["loc"])
+        if problem["type"] == "missing":
+            lines[key] = f"{key}: not set, and it has no default"
+        elif key in lines:
+            lines[key] += f", or: {problem['msg']}"
+        else:
+            lines[key] = f"{key}={problem['input']!r}: {problem['msg']}"
+    return list(lines.values())
+
+
+def _key_of(location: tuple[int | str, ...]) -> str:
+    """The setting at an error's location; behind it stand branches of unions and list indices."""
+    for length in range(1, len(location) + 1):
+        key = ".".join(str(part) for part in location[:length])
+        if key in _known():
+            return key
+    return ".".join(str(part) for part in location)
+
+
+def _known() -> dict[str, Any]:
+    """Dotted key to type of every setting."""
+    if not _KNOWN:
+        _KNOWN.update(_settings(RunConfig, ""))
+    return _KNOWN
+
+
+_KNOWN: dict[str, Any] = {}
+
+
+def _settings(section: type[Section] | type[Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _settings(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field.annotation
+
+
+def _types(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the one type."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _flatten(values: dict[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of nested sections; an empty section has none."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        is_section = key not in _known() and any(known.startswith(f"{key}.") for known in _known())
+        if is_section and isinstance(value, dict):
+            found |= _flatten(value, where, f"{key}.")
+        elif not (is_section and value is None):
+            found[key] = value
+    return found
+
+
+def _nest(flat: dict[str, Any]) -> dict[str, Any]:
+    # Sections without a default are there even when nothing in them is set, so that the error names the setting.
+    nested: dict[str, Any] = {}
+    for key in _known():
+        *sections, name = key.split(".")
+        level = nested
+        for section in sections:
+            level = level.setdefault(section, {})
+        if key in flat:
+            level[name] = flat[key]
+    return nested
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _text(value: Any) -> str:
+    """Plain where YAML reads it back as the same text, else JSON, which is YAML as well."""
+    if isinstance(value, str):
+        try:
+            if yaml.safe_load(value) == value:
+                return value
+        except yaml.YAMLError:
+            pass
+    return json.dumps(value)

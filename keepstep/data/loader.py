@@ -1,0 +1,155 @@
+"""Parquet rows as prompts: read, put through the chat template, tokenised, filtered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.config.schema import DataConfig
+from keepstep.data.spec import open_file
+from keepstep.errors import DataError
+
+REWARD_MODEL, GROUND_TRUTH, EXTRA_INFO = "reward_model", "ground_truth", "extra_info"
+_TOKENIZE_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt. `index` counts rows of all files in their order, before any filter."""
+
+    index: int
+    prompt_ids: list[int]
+    prompt_text: str
+    data_source: Any
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Rows that passed the filter, in the order of the files."""
+
+    rows: list[Row]
+    num_raw_rows: int
+    """Rows of the files, before the filter."""
+
+    @classmethod
+    def load(cls, files: Sequence[str], config: DataConfig, tokenizer: Any) -> Dataset:
+        """Read and tokenise.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer; its chat template is used where it has one.
+
+        Raises:
+            DataError: a file cannot be read, lacks a column, has a prompt of another form; prompts are over
+                `max_prompt_length` and not to be filtered; no row is left.
+        """
+        records = [record for file in files for record in _read(file, config)]
+        texts = [_render(record.prompt, tokenizer, record) for record in records]
+        rows = [
+            Row(index, ids, text, record.data_source, record.ground_truth, record.extra_info)
+            for index, (record, text, ids) in enumerate(zip(records, texts, _tokenize(texts, tokenizer), strict=True))
+        ]
+        return cls(_filter(rows, config, files), len(rows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, position: int) -> Row:
+        return self.rows[position]
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One parquet row and where it stands."""
+
+    file: str
+    number: int
+    prompt: Any
+    data_source: Any
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
+def _read(file: str, config: DataConfig) -> Iterator[_Record]:
+    table = _read_table(file, [config.prompt_key, config.reward_fn_key, REWARD_MODEL], [EXTRA_INFO])
+    for number, row in enumerate(table.to_pylist()):
+        reward_model = row[REWARD_MODEL]
+        if not isinstance(reward_model, dict) or GROUND_TRUTH not in reward_model:
+            raise DataError(f"{file}: row {number} has no {REWARD_MODEL}.{GROUND_TRUTH}.")
+        yield _Record(
+            file,
+            number,
+            row[config.prompt_key],
+            row[config.reward_fn_key],
+            reward_model[GROUND_TRUTH],
+            row.get(EXTRA_INFO) or {},
+        )
+
+
+def _read_table(file: str, required: list[str], optional: list[str]) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with open_file(file) as handle:
+            parquet = pyarrow.parquet.ParquetFile(handle)
+            there = parquet.schema_arrow.names
+            missing = [column for column in required if column not in there]
+            if not missing:
+                return parquet.read(columns=[column for column in (*required, *optional) if column in there])
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read: {str(error).splitlines()[0]}", "Fetch or write it anew.") from error
+    raise DataError(
+        f"{file}: column {missing[0]} is missing; it has {', '.join(there)}.",
+        "Rename the column, or name it by data.prompt_key or data.reward_fn_key.",
+    )
+
+
+def _render(prompt: Any, tokenizer: Any, record: _Record) -> str:
+    """The text that the model continues: by the chat template, or the contents one after the other."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not _are_messages(prompt):
+        raise DataError(
+            f"{record.file}: row {record.number}: the prompt is neither text nor a list of messages with role and content."
+        )
+    if not tokenizer.chat_template:
+        return "".join(message["content"] for message in prompt)
+    return str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
+
+
+def _are_messages(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in prompt)
+    )
+
+
+def _tokenize(texts: list[str], tokenizer: Any) -> Iterator[list[int]]:
+    # A chat template writes the special tokens itself; a second beginning-of-text token would be a different prompt.
+    add_special_tokens = not tokenizer.chat_template
+    for first in range(0, len(texts), _TOKENIZE_BATCH):
+        part = texts[first : first + _TOKENIZE_BATCH]
+        yield from tokenizer(part, add_special_tokens=add_special_tokens)["input_ids"]
+
+
+def _filter(rows: list[Row], config: DataConfig, files: Sequence[str]) -> list[Row]:
+    kept = [row for row in rows if 0 < len(row.prompt_ids) <= config.max_prompt_length]
+    dropped = len(rows) - len(kept)
+    if dropped and not config.filter_overlong_prompts:
+        longest = max(len(row.prompt_ids) for row in rows)
+        raise DataError(
+            f"{dropped} of {len(rows)} prompts are empty or over data.max_prompt_length={config.max_prompt_length} "
+            f"tokens (the longest has {longest}).",
+            "Raise data.max_prompt_length, or drop them by data.filter_overlong_prompts=true.",
+        )
+    if not kept:
+        raise DataError(
+            f"No row is left of {len(rows)} in {', '.join(files)}: all prompts are over "
+            f"data.max_prompt_length={config.max_prompt_length} tokens.",
+            "Raise data.max_prompt_length.",
+        )
+    return kept
