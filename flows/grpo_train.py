@@ -73,10 +73,11 @@ def train(config: RunConfig, total_steps: int) -> Event:
     events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
     stop = threading.Event()
     checkpoints = CheckpointTasks(config, total_steps)
-    training = with_retries(config.retry, stop).submit(config, events.put, stop)
-    training.add_done_callback(lambda _: events.put(None))
     show = ProgressPrinter()
+    training: PrefectFuture[Event] | None = None
     try:
+        training = with_retries(config.retry, stop).submit(config, events.put, stop)
+        training.add_done_callback(lambda _: events.put(None))
         while (event := events.get()) is not None:
             show(event)
             if text := describe(event):
@@ -90,7 +91,8 @@ def train(config: RunConfig, total_steps: int) -> Event:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         stop.set()
-        training.wait(timeout=config.retry.term_grace_s + 20.0)
+        if training is not None:
+            training.wait(timeout=config.retry.term_grace_s + 20.0)
         raise
     finally:
         stop.set()

@@ -88,7 +88,7 @@ def _run_flow(config: str | None, overrides: list[str]) -> dict[str, Any]:
 def flow_parameters(config: str | None, overrides: list[str]) -> dict[str, Any]:
     """The flow's parameters for a command line. A file is made absolute: the flow may run elsewhere."""
     name = config or "quickstart"
-    if os.path.exists(name):
+    if os.path.isfile(name):
         name = os.path.abspath(name)
     return {"config": name, "overrides": dict(_split(override) for override in overrides)}
 

@@ -42,7 +42,9 @@ class Driver:
         arguments = [sys.executable, "-m", "keepstep.cli.main", self.command, "--config", "quickstart"]
         arguments += [f"trainer.output_dir={self.output_dir}", *self.overrides]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=clean_environment())
+            self.process = subprocess.Popen(
+                arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=clean_environment()
+            )
 
     def wait(self, timeout_s: float) -> int:
         """Exit status of the command."""

@@ -309,7 +309,10 @@ def start_upload(run: RunDir, server: servers.ServerInfo) -> Iterator[Callable[[
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -334,7 +337,7 @@ def test_killed_upload_leaves_nothing_visible_and_is_resumed(
     run: RunDir, remote: RemoteRun, start_upload: Callable[[], subprocess.Popen[str]], how: str
 ) -> None:
     """C169, C163."""
-    write_step(run, 100, num_bytes=10 * BIG_BYTES)
+    write_step(run, 100, num_bytes=4 * BIG_BYTES)
     process = start_upload()
     wait_for_upload(remote, process)
     if how == "SIGKILL":
