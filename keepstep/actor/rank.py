@@ -7,7 +7,6 @@ Every method that touches the model is a collective: all ranks call it with thei
 from __future__ import annotations
 
 import datetime
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from keepstep.actor import shards
@@ -156,9 +156,10 @@ class Rank:
             if precision == "bf16"
             else MixedPrecisionPolicy()
         )
+        mesh = init_device_mesh(self.spec.device, (self.spec.world_size,))
         for layer in model.model.layers:
-            fully_shard(layer, mp_policy=policy)
-        return fully_shard(model, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
 
     def _lr_factor(self, update: int) -> float:
         optim = self.spec.actor.optim
@@ -180,6 +181,8 @@ class Rank:
             tokens = self._tensor(batch.tokens[first : first + self.spec.log_prob_micro_batch_size])
             logits = self._logits(model, tokens)
             parts.append(losses.token_log_probs(logits, tokens[:, 1:], self.spec.temperature).cpu().numpy())
+        # FSDP2 leaves the root's parameters gathered after a forward without backward: no longer shards to copy.
+        model.reshard()  # type: ignore[operator]
         return np.concatenate(parts)
 
     def _update_mini_batch(
@@ -251,7 +254,3 @@ def rank_environment(device: str) -> dict[str, str]:
     common = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
     # More threads than cores make two busy ranks many times slower; one thread also fixes the order of sums.
     return common | ({"OMP_NUM_THREADS": "1"} if device == "cpu" else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
-
-
-def process_id() -> int:
-    return os.getpid()

@@ -28,14 +28,13 @@ class RankSnapshot:
     rng: dict[str, Any]
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, or the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def host_copy(tensor: torch.Tensor) -> np.ndarray:
-    """A copy in host memory that no later update touches."""
-    return local(tensor.detach()).to("cpu", copy=True).numpy()
+    """A copy of this rank's shard in host memory that no later update touches.
+
+    Raises:
+        AttributeError: the tensor is no DTensor: FSDP has it gathered, and its shards would not add up.
+    """
+    return tensor.detach().to_local().to("cpu", copy=True).numpy()  # type: ignore[attr-defined]
 
 
 def own_chunk(full: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
@@ -71,7 +70,10 @@ def optimizer_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 def optimizer_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, np.ndarray]]:
     """AdamW's state of this rank by parameter name; `step` is a scalar array."""
     return {
-        name: {key: host_copy(optimizer.state[param][key]) for key in ("step", *OPTIMIZER_TENSORS)}
+        name: {
+            "step": optimizer.state[param]["step"].to("cpu", copy=True).numpy(),
+            **{key: host_copy(optimizer.state[param][key]) for key in OPTIMIZER_TENSORS},
+        }
         for name, param in model.named_parameters()
         if param in optimizer.state
     }
@@ -95,7 +97,7 @@ def load_optimizer(
 
 
 def _copy(target: torch.Tensor, full: torch.Tensor, rank: int, world_size: int) -> None:
-    destination = local(target.detach())
+    destination = target.detach().to_local()  # type: ignore[attr-defined]
     chunk = own_chunk(full, rank, world_size)
     if destination.shape != chunk.shape:
         raise ValueError(f"shard of shape {tuple(destination.shape)} against {tuple(chunk.shape)} in the checkpoint")

@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from keepstep.checkpoint.cadence import upload_due
+from keepstep.checkpoint.history import uploaded_steps, verified_steps
 from keepstep.config.schema import RunConfig
 from keepstep.errors import CheckpointError
 from keepstep.events.log import last_step_rows, read_jsonl, utc_now
@@ -57,17 +58,8 @@ def build_result(run: RunDir, total_steps: int) -> Record:
     }
 
 
-def uploaded_steps(run: RunDir) -> list[int]:
-    """Steps that the store has confirmed."""
-    if not run.uploads.is_dir():
-        return []
-    return sorted(int(path.stem) for path in run.uploads.glob("*.json") if path.stem.isdigit())
-
-
 def pending_uploads(config: RunConfig, run: RunDir, total_steps: int) -> list[int]:
     """Verified steps on disk that belong into the store and are not confirmed to be there, oldest first."""
-    from keepstep.controller.saver import verified_steps
-
     verified = verified_steps(run)
     return [
         step

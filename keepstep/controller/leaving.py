@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -63,7 +62,8 @@ class Leaving:
         timer.start()
 
     def _watch_stdin(self) -> None:
-        while sys.stdin.buffer.read(4096):
+        # os.read, not sys.stdin: a thread inside its buffer lock makes the interpreter abort at exit.
+        while os.read(0, 4096):
             pass
         self._exit("orphaned", "the process that started this attempt is gone", EXIT_FAILED)
 

@@ -21,6 +21,7 @@ import ray
 from keepstep.attempts import Attempt
 from keepstep.checkpoint import retention
 from keepstep.checkpoint.cadence import upload_due
+from keepstep.checkpoint.history import verified_steps
 from keepstep.checkpoint.publish import point_latest, quarantine, remove
 from keepstep.checkpoint.writer import SaveRequest, SaveResult
 from keepstep.config.schema import RunConfig
@@ -30,7 +31,7 @@ from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
 from keepstep.controller.uploader import Uploader
 from keepstep.errors import CheckpointError, WorkerDiedError
-from keepstep.events.log import EventLog, read_jsonl
+from keepstep.events.log import EventLog
 from keepstep.run import RunDir
 
 MAX_FAILURES_IN_A_ROW = 2
@@ -209,13 +210,3 @@ class Saver:
         steps = [step for step in self.context.run.steps() if step in verified]
         return steps[-1] if steps else None
 
-
-def verified_steps(run: RunDir) -> set[int]:
-    """Steps that were verified last time anything was said of them."""
-    verified: set[int] = set()
-    for event in read_jsonl(run.events):
-        if event.get("event") == "checkpoint_verified":
-            verified.add(event["step"])
-        elif event.get("event") in ("checkpoint_rejected", "checkpoint_pruned"):
-            verified.discard(event["step"])
-    return verified

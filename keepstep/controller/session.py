@@ -48,6 +48,7 @@ def run_attempt(
         KeepstepError: how the attempt failed; it stands in attempts/<n>.json as well.
     """
     run = RunDir.at(config.trainer.output_dir)
+    start: Start | None = None
     try:
         start = prepare(config)
         attempt = Attempt.acquire(
@@ -59,6 +60,8 @@ def run_attempt(
         )
         return Session(start, attempt, listeners, watch_stdin).run_to_outcome()
     finally:
+        if start is not None and start.remote is not None:
+            start.remote.close()
         servers.release(run.platform, ProcessRef.current("controller"))
 
 

@@ -1,0 +1,24 @@
+"""What the run itself has said of its checkpoints: verified, retired, confirmed by the store."""
+
+from __future__ import annotations
+
+from keepstep.events.log import read_jsonl
+from keepstep.run import RunDir
+
+
+def verified_steps(run: RunDir) -> set[int]:
+    """Steps that were good when they were last looked at and have not been retired since."""
+    verified: set[int] = set()
+    for event in read_jsonl(run.events):
+        if event.get("event") == "checkpoint_verified":
+            verified.add(event["step"])
+        elif event.get("event") in ("checkpoint_rejected", "checkpoint_pruned") and event.get("source") != "s3":
+            verified.discard(event["step"])
+    return verified
+
+
+def uploaded_steps(run: RunDir) -> list[int]:
+    """Steps that the store has confirmed, ascending."""
+    if not run.uploads.is_dir():
+        return []
+    return sorted(int(path.stem) for path in run.uploads.glob("*.json") if path.stem.isdigit())
