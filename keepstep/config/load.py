@@ -104,16 +104,15 @@ def validate(config: RunConfig) -> list[str]:
 
 def _check_batches(config: RunConfig) -> Iterator[str]:
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    group, ranks = config.actor_rollout_ref.rollout.n, config.world_size
+    ranks = config.world_size
     if batch % mini:
         yield (
             f"data.train_batch_size={batch} is not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}: "
             f"set the latter to a divisor of {batch}"
         )
-    if mini * group % ranks:
+    if mini % ranks:
         yield (
-            f"a mini-batch of {mini} prompts (actor_rollout_ref.actor.ppo_mini_batch_size) with {group} responses "
-            f"(actor_rollout_ref.rollout.n) does not deal out evenly over {ranks} ranks "
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} prompts cannot be dealt evenly to {ranks} ranks "
             f"(trainer.nnodes * trainer.n_gpus_per_node): make it a multiple of {ranks}"
         )
 
@@ -161,6 +160,9 @@ def _parse_override(text: str) -> tuple[str, Any]:
     try:
         value = yaml.safe_load(raw)
     except yaml.YAMLError:
+        if raw[:1] in ("[", "{"):
+            raise ConfigError(f"{text}: the value is not YAML.", "Write a list as [a,b], and quote what begins with *.") from None
+        # A glob such as *.parquet is no YAML, and means itself.
         value = raw
     scalar = not isinstance(value, (str, list, dict, types.NoneType))
     # `trainer.experiment_name=2024` means the text, although YAML reads a number.

@@ -53,7 +53,8 @@ def count_rows(files: Sequence[str], *, full: bool = False) -> list[FileRecord]:
     except subprocess.TimeoutExpired as error:
         answered = (error.stdout or b"").count(b"\n")
         raise DataError(f"{files[answered]}: not read within {TIMEOUT_S:.0f} s.", "Check the disk or the store.") from None
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    # What stands behind the last line's end was torn by the reader's death.
+    answers = [json.loads(line) for line in done.stdout.split("\n")[:-1]]
     problems = [answer["problem"] for answer in answers if "problem" in answer]
     if done.returncode != 0 and len(answers) < len(files):
         problems.append(f"{files[len(answers)]}: unreadable: {_death(done)}")
@@ -69,7 +70,7 @@ def count_rows(files: Sequence[str], *, full: bool = False) -> list[FileRecord]:
 def _death(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode < 0:
         return f"its reader died of {signal.Signals(-done.returncode).name}"
-    return f"its reader ended with {done.returncode}: {done.stderr.strip()[-300:]}"
+    return f"its reader ended with {done.returncode}: {(done.stderr.strip().splitlines() or ['no word'])[-1]}"
 
 
 def inspect(path: str, full: bool) -> dict[str, Any]:

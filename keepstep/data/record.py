@@ -19,7 +19,7 @@ def build(train: Sequence[FileRecord], val: Sequence[FileRecord]) -> Record:
     """
     num_rows = sum(file.rows for file in train)
     if num_rows == 0:
-        names = ", ".join(file.path for file in train)
+        names = ", ".join(file.path for file in train) or "none is named"
         raise DataError(f"The training files hold no rows: {names}.", "Check data.train_files.")
     return {
         "num_rows": num_rows,
