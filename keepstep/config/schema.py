@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_assignment=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_assignment=True, allow_inf_nan=False)
 
 
 class AlgorithmConfig(Section):
@@ -46,15 +46,15 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: float = 1e-6
+    lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """Schedule after the warm-up."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: NonNegativeFloat = 0.0
     """Cosine only: the last learning rate as a share of `lr`."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """AdamW's decoupled weight decay."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's betas."""
@@ -74,11 +74,11 @@ class ActorConfig(Section):
     """Responses per forward and backward on one rank."""
     ppo_epochs: PositiveInt = 1
     """Passes over each rollout batch."""
-    clip_ratio: float = 0.2
+    clip_ratio: PositiveFloat = 0.2
     """PPO clip on the probability ratio."""
     use_kl_loss: bool = True
     """Add the KL estimate against the frozen reference to the loss."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: NonNegativeFloat = 0.001
     """Its coefficient."""
     kl_loss_type: Literal["low_var_kl"] = "low_var_kl"
     """KL estimator: verl's name of k3."""
@@ -86,7 +86,7 @@ class ActorConfig(Section):
     """How token losses are averaged over the mini-batch."""
     entropy_coeff: float = 0.0
     """Entropy bonus."""
-    grad_clip: float = 1.0
+    grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
     optim: OptimConfig = OptimConfig()
     fsdp_config: FsdpConfig = FsdpConfig()
@@ -103,7 +103,7 @@ class ModelConfig(Section):
 
 
 class ValKwargs(Section):
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Sampling temperature in validation; 0 is greedy."""
 
 
@@ -111,13 +111,13 @@ class RolloutConfig(Section):
     name: Literal["vllm"] = "vllm"
     n: PositiveInt = 8
     """Responses per prompt: GRPO's group size."""
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probs and loss use the same."""
     tensor_model_parallel_size: Literal[1] = 1
     """GPUs per engine."""
-    port: int = 20014
+    port: int = Field(20014, gt=0, lt=65536)
     """First port of the engines' range."""
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
     """Share of a GPU that the engine may take (GPU only)."""
     kv_cache_gib: PositiveInt = 1
     """KV cache of an engine on CPU, in GiB."""
@@ -125,7 +125,7 @@ class RolloutConfig(Section):
     """Precision of the engine."""
     max_num_seqs: PositiveInt = 256
     """Sequences that the engine decodes at once."""
-    logprob_tolerance: float = 1e-3
+    logprob_tolerance: PositiveFloat = 1e-3
     """Largest accepted |engine log-prob - trainer log-prob| of a sampled token; above it the engine has stale weights."""
     val_kwargs: ValKwargs = ValKwargs()
 
@@ -180,9 +180,9 @@ class CheckpointConfig(Section):
     """Newest verified checkpoints that stay on disk."""
     keep_every: PositiveInt = 100
     """Every multiple of this stays as well."""
-    save_timeout_s: float = 1800.0
+    save_timeout_s: PositiveFloat = 1800.0
     """Longest time that writing one checkpoint may take."""
-    verify_timeout_s: float = 1800.0
+    verify_timeout_s: PositiveFloat = 1800.0
     """Longest time that verifying one may take."""
 
 
@@ -198,9 +198,9 @@ class S3Config(Section):
     region: str | None = None
     upload_interval: PositiveInt = 100
     """Steps between uploads: the first save at or after each multiple goes up, and the last one."""
-    max_retries: int = 8
+    max_retries: NonNegativeInt = 8
     """Tries after a failed upload before it is left for the end of the run."""
-    final_timeout_s: float = 900.0
+    final_timeout_s: PositiveFloat = 900.0
     """How long the end of the run waits for uploads to be confirmed."""
 
 
@@ -208,33 +208,33 @@ class ResumeConfig(Section):
     policy: Literal["prefer_multiple", "latest"] = "prefer_multiple"
     """`prefer_multiple`: verified multiples of `prefer_multiple` first, the newest of them; `latest`: the newest verified."""
     prefer_multiple: PositiveInt = 100
-    max_rewind_steps: int | None = None
+    max_rewind_steps: NonNegativeInt | None = None
     """Most steps that preferring a multiple may give up; None: no bound."""
     allow: list[str] = []
     """Contract fields whose change is accepted for this start; the waiver is written into the run."""
 
 
 class RetryConfig(Section):
-    max_retries: int = 3
+    max_retries: NonNegativeInt = 3
     """Further tries of `train_grpo` within one flow run."""
-    delays_s: list[float] = [2.0, 10.0, 30.0]
+    delays_s: list[NonNegativeFloat] = [2.0, 10.0, 30.0]
     """Wait before each; the last one repeats."""
-    jitter: float = 0.3
+    jitter: NonNegativeFloat = 0.3
     """Share by which a wait is lengthened at random."""
-    lease_timeout_s: float = 90.0
+    lease_timeout_s: PositiveFloat = 90.0
     """Silence after which an attempt on another host counts as gone."""
-    heartbeat_s: float = 2.0
+    heartbeat_s: PositiveFloat = 2.0
     """Seconds between heartbeats of an attempt."""
-    term_grace_s: float = 30.0
+    term_grace_s: PositiveFloat = 30.0
     """Seconds after SIGTERM in which the attempt saves and leaves."""
 
 
 class TimeoutConfig(Section):
-    start_s: float = 600.0
+    start_s: PositiveFloat = 600.0
     """Ranks and engines are up within this."""
-    step_s: float = 1800.0
+    step_s: PositiveFloat = 1800.0
     """Longest time without progress inside a step."""
-    collective_s: float = 120.0
+    collective_s: PositiveFloat = 120.0
     """Longest time that one rank waits for the others."""
 
 
