@@ -43,7 +43,9 @@ def load(config: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         return RunConfig.model_validate(_nest(given))
     except ValidationError as error:
-        raise ConfigError(f"Configuration {path}:\n  " + "\n  ".join(_problems(error)), "Correct these values.") from None
+        raise ConfigError(
+            f"Configuration {path}:\n  " + "\n  ".join(_problems(error)), "Correct these values."
+        ) from None
 
 
 def find(name: str) -> Path:
@@ -134,7 +136,9 @@ def _warnings(config: RunConfig) -> list[str]:
             "few checkpoints, or none, will be multiples that a resume prefers."
         )
     if config.trainer.test_freq > 0 and not config.data.val_files:
-        found.append(f"trainer.test_freq={config.trainer.test_freq}, but data.val_files is not set: nothing is validated.")
+        found.append(
+            f"trainer.test_freq={config.trainer.test_freq}, but data.val_files is not set: nothing is validated."
+        )
     if config.actor_rollout_ref.rollout.n == 1:
         found.append("actor_rollout_ref.rollout.n=1: a group of one has no advantage, so the policy does not learn.")
     return found
@@ -161,7 +165,9 @@ def _parse_override(text: str) -> tuple[str, Any]:
         value = yaml.safe_load(raw)
     except yaml.YAMLError:
         if raw[:1] in ("[", "{"):
-            raise ConfigError(f"{text}: the value is not YAML.", "Write a list as [a,b], and quote what begins with *.") from None
+            raise ConfigError(
+                f"{text}: the value is not YAML.", "Write a list as [a,b], and quote what begins with *."
+            ) from None
         # A glob such as *.parquet is no YAML, and means itself.
         value = raw
     scalar = not isinstance(value, (str, list, dict, types.NoneType))
@@ -187,7 +193,9 @@ def _refuse_unknown(given: dict[str, Any]) -> None:
 def _nearest(key: str) -> str | None:
     """The known key that was probably meant: the same name in another section, else the most similar spelling."""
     known = list(_known())
-    same_end = [candidate for candidate in known if candidate.endswith(f".{key}") or candidate.endswith(f".{_last(key)}")]
+    same_end = [
+        candidate for candidate in known if candidate.endswith(f".{key}") or candidate.endswith(f".{_last(key)}")
+    ]
     if same_end:
         return max(same_end, key=lambda candidate: difflib.SequenceMatcher(None, key, candidate).ratio())
     similar = difflib.get_close_matches(key, known, n=1, cutoff=0.7)

@@ -1,6 +1,6 @@
 """Rows of parquet files, from their footers, counted in a process of its own: a corrupt file can kill its reader.
 
-    python -m keepstep.data.count [--full] < names.json     one JSON object a line, in the order of the files
+python -m keepstep.data.count [--full] < names.json     one JSON object a line, in the order of the files
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def count_rows(files: Sequence[str], *, full: bool = False) -> list[FileRecord]:
         )
     except subprocess.TimeoutExpired as error:
         answered = (error.stdout or b"").count(b"\n")
-        raise DataError(f"{files[answered]}: not read within {TIMEOUT_S:.0f} s.", "Check the disk or the store.") from None
+        raise DataError(
+            f"{files[answered]}: not read within {TIMEOUT_S:.0f} s.", "Check the disk or the store."
+        ) from None
     # What stands behind the last line's end was torn by the reader's death.
     answers = [json.loads(line) for line in done.stdout.split("\n")[:-1]]
     problems = [answer["problem"] for answer in answers if "problem" in answer]

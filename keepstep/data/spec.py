@@ -21,7 +21,9 @@ def resolve_files(patterns: str | Sequence[str], run: RunDir) -> list[str]:
     Raises:
         DataError: a path does not exist, is a folder, or a glob finds nothing.
     """
-    return [file for pattern in ([patterns] if isinstance(patterns, str) else patterns) for file in _resolve(pattern, run)]
+    return [
+        file for pattern in ([patterns] if isinstance(patterns, str) else patterns) for file in _resolve(pattern, run)
+    ]
 
 
 def is_remote(path: str) -> bool:
