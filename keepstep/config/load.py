@@ -80,8 +80,8 @@ def resolve_total_steps(config: RunConfig, num_rows: int) -> int:
     total = trainer.total_epochs * num_rows // batch
     if total < 1:
         raise ConfigError(
-            f"{trainer.total_epochs} epochs (trainer.total_epochs) of {num_rows} rows are less than one batch of {batch} "
-            "(data.train_batch_size).",
+            f"{trainer.total_epochs} epochs (trainer.total_epochs) of {num_rows} rows are less than one batch of "
+            f"{batch} (data.train_batch_size).",
             "Set a smaller data.train_batch_size, more epochs, or trainer.total_training_steps.",
         )
     return total
@@ -147,7 +147,7 @@ def _warnings(config: RunConfig) -> list[str]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if found is None:
         return {}
@@ -163,7 +163,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
     key, raw = match.groups()
     try:
         value = yaml.safe_load(raw)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         if raw[:1] in ("[", "{"):
             raise ConfigError(
                 f"{text}: the value is not YAML.", "Write a list as [a,b], and quote what begins with *."
@@ -193,9 +193,7 @@ def _refuse_unknown(given: dict[str, Any]) -> None:
 def _nearest(key: str) -> str | None:
     """The known key that was probably meant: the same name in another section, else the most similar spelling."""
     known = list(_known())
-    same_end = [
-        candidate for candidate in known if candidate.endswith(f".{key}") or candidate.endswith(f".{_last(key)}")
-    ]
+    same_end = [candidate for candidate in known if candidate.endswith(f".{_last(key)}")]
     if same_end:
         return max(same_end, key=lambda candidate: difflib.SequenceMatcher(None, key, candidate).ratio())
     similar = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
@@ -298,6 +296,6 @@ def _text(value: Any) -> str:
         try:
             if yaml.safe_load(value) == value:
                 return value
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):
             pass
     return json.dumps(value)

@@ -26,7 +26,7 @@ class AlgorithmConfig(Section):
 
 class DataConfig(Section):
     train_files: str | list[str] = Field(...)
-    """Parquet files to train on: a path, a list, a glob or s3:// addresses. `made:arithmetic/train` is the quickstart's."""
+    """Parquet files to train on: a path, a list, a glob or s3:// addresses. `made:` files are the quickstart's."""
     val_files: str | list[str] | None = None
     """Parquet files to validate on; none: no validation."""
     prompt_key: str = "prompt"
@@ -117,9 +117,9 @@ class RolloutConfig(Section):
     """Sampling temperature; log-probs and loss use the same."""
     tensor_model_parallel_size: Literal[1] = 1
     """GPUs per engine."""
-    port: int = Field(20014, gt=0, lt=65536)
+    port: int = Field(default=20014, gt=0, lt=65536)
     """First port of the engines' range."""
-    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
+    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Share of a GPU that the engine may take (GPU only)."""
     kv_cache_gib: PositiveInt = 1
     """KV cache of an engine on CPU, in GiB."""
@@ -128,7 +128,7 @@ class RolloutConfig(Section):
     max_num_seqs: PositiveInt = 256
     """Sequences that the engine decodes at once."""
     logprob_tolerance: PositiveFloat = 1e-3
-    """Largest accepted |engine log-prob - trainer log-prob| of a sampled token; above it the engine has stale weights."""
+    """Largest accepted |engine - trainer| log-prob of a sampled token; above it the engine has stale weights."""
     val_kwargs: ValKwargs = ValKwargs()
 
 
@@ -208,7 +208,7 @@ class S3Config(Section):
 
 class ResumeConfig(Section):
     policy: Literal["prefer_multiple", "latest"] = "prefer_multiple"
-    """`prefer_multiple`: verified multiples of `prefer_multiple` first, the newest of them; `latest`: the newest verified."""
+    """`prefer_multiple`: the newest verified multiple of `prefer_multiple` first; `latest`: the newest verified."""
     prefer_multiple: PositiveInt = 100
     max_rewind_steps: NonNegativeInt | None = None
     """Most steps that preferring a multiple may give up; None: no bound."""

@@ -113,7 +113,8 @@ def _render(prompt: Any, tokenizer: Any, record: _Record) -> str:
         prompt = [{"role": "user", "content": prompt}]
     if not _are_messages(prompt):
         raise DataError(
-            f"{record.file}: row {record.number}: the prompt is neither text nor a list of messages with role and content."
+            f"{record.file}: row {record.number}: the prompt is neither text nor a list of messages "
+            "with role and content."
         )
     if not tokenizer.chat_template:
         return "".join(message["content"] for message in prompt)

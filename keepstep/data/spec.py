@@ -32,7 +32,7 @@ def is_remote(path: str) -> bool:
 
 def open_file(path: str) -> IO[bytes]:
     """Open a file here or in a store; credentials and endpoint come from the standard AWS chain."""
-    return _store().open(path, "rb") if is_remote(path) else open(path, "rb")  # noqa: SIM115
+    return _store().open(path, "rb") if is_remote(path) else open(path, "rb")
 
 
 def _resolve(pattern: str, run: RunDir) -> list[str]:

@@ -64,6 +64,7 @@ def test_documented_defaults(minimal: str) -> None:
         # YAML reads a number, a date and a truth value here; the setting is text.
         ("trainer.experiment_name=2024", lambda c: c.trainer.experiment_name, "2024"),
         ("trainer.experiment_name=2024-01-02", lambda c: c.trainer.experiment_name, "2024-01-02"),
+        ("trainer.experiment_name=2024-13-45", lambda c: c.trainer.experiment_name, "2024-13-45"),
         ("trainer.experiment_name=on", lambda c: c.trainer.experiment_name, "on"),
         # YAML 1.1 takes an exponent without a point for text.
         ("actor_rollout_ref.actor.optim.lr=5e-7", lambda c: c.actor_rollout_ref.actor.optim.lr, 5e-7),
