@@ -24,6 +24,7 @@ from keepstep.processes import ProcessRef, boot_id, hostname, terminate
 from keepstep.run import RunDir, create_exclusive, read_json, write_json
 
 Record = dict[str, Any]
+SHARED_ROLES = ("flow", "object-store", "prefect-server")
 
 
 @dataclass(frozen=True)
@@ -90,16 +91,20 @@ def claim(run: RunDir, lease_timeout_s: float) -> Claim:
 
 
 def end_leftovers(run: RunDir, before: int) -> list[ProcessRef]:
-    """End every recorded process of attempts below `before` that still lives on this host.
+    """End every recorded process of attempts below `before` that still lives on this host."""
+    return [ref for number in run.attempt_numbers() if number < before for ref in end_attempt(run, number)]
 
-    The flow process of an earlier attempt may be the one that starts this attempt: flows and shared servers are left.
+
+def end_attempt(run: RunDir, number: int) -> list[ProcessRef]:
+    """End the recorded processes of one attempt that still live on this host, this process excepted.
+
+    Its flow may be the one that starts the next attempt, and servers are shared: both are left.
     """
-    leftovers: list[ProcessRef] = []
-    for number in run.attempt_numbers():
-        if number < before:
-            processes = [ProcessRef.from_record(process) for process in read_json(run.attempt(number))["processes"]]
-            leftovers += [ref for ref in processes if ref.role not in ("flow", "object-store", "prefect-server")]
-    return terminate(leftovers)
+    try:
+        processes = [ProcessRef.from_record(process) for process in read_json(run.attempt(number))["processes"]]
+    except FileNotFoundError:
+        return []
+    return terminate([ref for ref in processes if ref.role not in SHARED_ROLES])
 
 
 class Attempt:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import keepstep
-from keepstep.attempts import Attempt
+from keepstep import reaper
+from keepstep.attempts import Attempt, end_attempt
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.plan import ResumePlan, plan
 from keepstep.checkpoint.publish import quarantine, sweep_temporaries
@@ -32,7 +33,7 @@ from keepstep.events.log import EventLog, Listener, utc_now
 from keepstep.platform import servers
 from keepstep.preflight.contract import EXACTNESS
 from keepstep.preflight.start import Start, prepare
-from keepstep.processes import ProcessRef, terminate
+from keepstep.processes import ProcessRef
 from keepstep.quickstart.make import made_path
 from keepstep.run import RunDir, read_json, write_atomic, write_json
 
@@ -81,6 +82,7 @@ class Session:
         self.leaving.fenced = attempt.fenced
         self.leaving.install(watch_stdin=watch_stdin)
         self.uploader: Uploader | None = None
+        self.reaper = reaper.start(attempt)
 
     def run_to_outcome(self) -> Record:
         """`execute`, with the outcome recorded however it ends and no process left behind."""
@@ -221,10 +223,11 @@ class Session:
         return outcome
 
     def _end_processes(self) -> None:
-        """End what this attempt started; the flow and the shared servers are not its own."""
-        own = os.getpid()
-        keep = ("flow", *servers.ROLES)
-        terminate([ref for ref in self.attempt.processes() if ref.role not in keep and ref.pid != own], grace_s=1.0)
+        """End what this attempt started, before its outcome is recorded."""
+        end_attempt(self.run, self.attempt.number)
+        if self.reaper.stdin is not None:
+            self.reaper.stdin.close()
+        self.reaper.wait(timeout=30)
 
     def _end_now(self, failure_class: str, reason: str) -> None:
         """Leave at once, from a signal or a watcher thread."""
