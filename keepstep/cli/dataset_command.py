@@ -21,7 +21,7 @@ def check(args: argparse.Namespace) -> int:
     from keepstep.run import RunDir
 
     files = resolve_files(args.files, RunDir.at(args.run or "."))
-    counted = count_rows(files)
+    counted = count_rows(files, full=args.full)
     found = sum(record.rows for record in counted)
     problems, expected = _compare(args, counted, found)
     if args.json:

@@ -5,27 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from keepstep.checkpoint.history import uploaded_steps, verified_steps
-from keepstep.checkpoint.plan import plan
-from keepstep.checkpoint.verify import Verdict, verify
+from keepstep.checkpoint.plan import RemoteIndex, plan
+from keepstep.checkpoint.verify import VERIFIED, Verdict, verify
 from keepstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, ConfigError
-from keepstep.run import RunDir, read_json
+from keepstep.run import RunDir, parse_step, read_json
+
+S3_PREFIX = "s3://"
 
 
 def verify_command(args: argparse.Namespace) -> int:
-    """Verify folders. 0: all good, 1: one is bad, 2: one is not there."""
+    """Verify checkpoints. 0: all good, 1: one is bad, 2: one is not there."""
     status = EXIT_DONE
     verdicts = []
-    for text in args.paths:
-        path = Path(text)
-        if not path.exists() and not path.is_symlink():
+    for path in args.paths:
+        verdict = _verify_remote(path) if path.startswith(S3_PREFIX) else _verify_local(Path(path), args.quick)
+        if verdict is None:
             print(f"keepstep: {path} does not exist.", file=sys.stderr)
             status = EXIT_USAGE
             continue
-        verdict = verify(path, quick=args.quick)
         verdicts.append(verdict)
         if not verdict.ok and status == EXIT_DONE:
             status = EXIT_FAILED
@@ -41,7 +45,9 @@ def verify_command(args: argparse.Namespace) -> int:
 def ls_command(args: argparse.Namespace) -> int:
     """One line per checkpoint: what is on disk, whether it was verified, whether the store has confirmed it."""
     run = existing_run(args.run)
-    uploaded, verified, on_disk = set(uploaded_steps(run)), verified_steps(run), set(run.steps())
+    with _store_side(run, args.remote) as store:
+        uploaded = set(store.steps())
+    verified, on_disk = verified_steps(run), set(run.steps())
     latest = run.latest_text.read_text().strip() if run.latest_text.is_file() else ""
     rows: list[dict[str, Any]] = [
         {
@@ -72,18 +78,20 @@ def ls_command(args: argparse.Namespace) -> int:
 
 
 def plan_command(args: argparse.Namespace) -> int:
-    """The resume decision from what is on disk."""
+    """The resume decision from what is on disk and what the store has confirmed, or with `--remote` holds now."""
     from keepstep.config.load import load
 
     run = existing_run(args.run)
     resume = load(str(run.config)).resume
-    found = plan(
-        run,
-        policy=resume.policy,
-        prefer_multiple=resume.prefer_multiple,
-        max_rewind_steps=resume.max_rewind_steps,
-        expected_run_id=read_json(run.record)["run_id"],
-    )
+    with _store_side(run, args.remote) as store:
+        found = plan(
+            run,
+            policy=resume.policy,
+            prefer_multiple=resume.prefer_multiple,
+            max_rewind_steps=resume.max_rewind_steps,
+            remote=store,
+            expected_run_id=read_json(run.record)["run_id"],
+        )
     print(json.dumps(found.to_record()) if args.json else "\n".join(found.describe()))
     return EXIT_DONE
 
@@ -91,8 +99,60 @@ def plan_command(args: argparse.Namespace) -> int:
 def existing_run(path: str) -> RunDir:
     run = RunDir.at(path)
     if not run.has_record():
-        raise ConfigError(f"{run.root} is not the folder of a run: it has no run.json.", "Give the run's trainer.output_dir.")
+        raise ConfigError(
+            f"{run.root} is not the folder of a run: it has no run.json.", "Give the run's trainer.output_dir."
+        )
     return run
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """The store's side of a run as the run recorded it, without asking the store."""
+
+    run: RunDir
+
+    def steps(self) -> list[int]:
+        return uploaded_steps(self.run)
+
+    def verify(self, step: int) -> Verdict:
+        return Verdict(self.run.upload(step), VERIFIED, [], step)
+
+
+@contextmanager
+def _store_side(run: RunDir, ask: bool) -> Iterator[RemoteIndex]:
+    if not ask:
+        yield _Recorded(run)
+        return
+    from keepstep.config.load import load
+    from keepstep.storage.remote import open_remote
+
+    with closing(open_remote(load(str(run.config)).s3, run)) as remote:
+        yield remote
+
+
+def _verify_local(path: Path, quick: bool) -> Verdict | None:
+    return verify(path, quick=quick) if path.exists() or path.is_symlink() else None
+
+
+def _verify_remote(address: str) -> Verdict | None:
+    """The objects of `s3://bucket/prefix/checkpoints/step_<N>` against their manifest; None: there are none.
+
+    Raises:
+        ConfigError: not such an address.
+        StorageError: the store did not answer.
+    """
+    from keepstep.storage.remote import RemoteRun
+    from keepstep.storage.s3 import S3Store
+
+    bucket, *folders = address.removeprefix(S3_PREFIX).rstrip("/").split("/")
+    step = parse_step(folders[-1]) if len(folders) >= 2 and folders[-2] == "checkpoints" else None
+    if not bucket or step is None:
+        raise ConfigError(f"{address} is no checkpoint's address.", "Write s3://BUCKET/PREFIX/checkpoints/step_N.")
+    prefix = "/".join(folders[:-2])
+    with closing(S3Store(bucket, prefix)) as store:
+        if not store.list_objects(f"checkpoints/{folders[-1]}/"):
+            return None
+        return RemoteRun(store, bucket, prefix).verify(step)
 
 
 def _print_verdict(verdict: Verdict, quick: bool) -> None:

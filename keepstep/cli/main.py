@@ -112,13 +112,16 @@ def _add_training(commands: argparse._SubParsersAction) -> None:
 
 def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
     check = _add(commands, "verify", _verify, "is this checkpoint whole? exit 0 good, 1 bad")
-    check.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint's folder")
+    check.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint's folder or s3:// address")
     check.add_argument("--quick", action="store_true", help="sizes and structure only, content is not hashed")
     check.add_argument("--json", action="store_true", help="one JSON object, a list of them for several paths")
     listing = _add(commands, "ls", _list, "the checkpoints of a run with their state here and in the store")
     decision = _add(commands, "plan", _plan, "where the next start goes on, and why")
     for parser in (listing, decision):
         parser.add_argument("run", metavar="RUN", help="the run's folder")
+        parser.add_argument(
+            "--remote", action="store_true", help="ask the store, instead of what the run recorded of it"
+        )
         parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -144,6 +147,7 @@ def _add_dataset(commands: argparse._SubParsersAction) -> None:
     expected.add_argument("--run", metavar="RUN", help="a run's folder: its record of the first start")
     expected.add_argument("--expect-rows", type=int, metavar="N", help="a number")
     expected.add_argument("--log", metavar="FILE", help="a train.log: its line `Loaded train dataset: N rows`")
+    check.add_argument("--full", action="store_true", help="read every value, not the footers alone")
     check.add_argument("--json", action="store_true", help="one JSON object")
 
 
