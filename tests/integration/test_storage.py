@@ -18,8 +18,17 @@ import pytest
 from keepstep.checkpoint import layout, manifest
 from keepstep.checkpoint.digest import digest_file
 from keepstep.checkpoint.verify import verify
+from keepstep.cli.main import main
 from keepstep.config.schema import S3Config
-from keepstep.errors import CheckpointError, ContractError, FencedError, StorageError, StorageRefusedError
+from keepstep.errors import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    CheckpointError,
+    ContractError,
+    FencedError,
+    StorageError,
+    StorageRefusedError,
+)
 from keepstep.platform import servers
 from keepstep.processes import ProcessRef
 from keepstep.run import RunDir, write_json
@@ -370,3 +379,27 @@ def test_fenced_uploader_exits_5(
     assert process.returncode == 5, stderr
     assert json.loads(stdout)["class"] == "fenced"
     assert remote.steps() == []
+
+
+def test_commands_ask_the_store(
+    run: RunDir, remote: RemoteRun, server: servers.ServerInfo, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """`verify s3://…` and `plan --remote`: what the store holds, whatever the run's folder has lost."""
+    for step in (20, 100):
+        write_step(run, step, seed=step)
+        upload_checkpoint(remote, run, step, attempt=1)
+    shutil.rmtree(run.checkpoints)
+    for key, value in server.env.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.env["KEEPSTEP_S3_ENDPOINT"])
+    assert main(["plan", str(run.root), "--remote", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["step"], planned["source"]) == (100, "s3")
+    addresses = [f"{remote.store.where}/checkpoints/step_{step}" for step in (20, 100, 60)]
+    assert main(["verify", *addresses[:2]]) == 0
+    assert main(["verify", addresses[2]]) == EXIT_USAGE
+    remote.store.put_bytes(step_key(20, layout.OPTIMIZER), b"other")
+    capsys.readouterr()
+    assert main(["verify", addresses[0], "--json"]) == EXIT_FAILED
+    (reason,) = json.loads(capsys.readouterr().out)["reasons"]
+    assert reason.startswith(f"{layout.OPTIMIZER}: 5 bytes in the store, expected ")
