@@ -75,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_training(commands)
     _add_checkpoints(commands)
     _add_store(commands)
+    _add_export(commands)
     _add_dataset(commands)
     return parser
 
@@ -136,6 +137,14 @@ def _add_store(commands: argparse._SubParsersAction) -> None:
     for parser in (upload, download):
         parser.add_argument("--json", action="store_true", help="one JSON object")
         parser.add_argument("--watch-stdin", action="store_true", help=argparse.SUPPRESS)
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    export = _add(commands, "export", _export, "a checkpoint as a Hugging Face folder, checked by loading it")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's checkpoints/latest")
+    export.add_argument("out", nargs="?", metavar="OUT", help="the new folder (default: the run's export/step_<N>)")
+    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="precision")
+    export.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def _add_dataset(commands: argparse._SubParsersAction) -> None:
@@ -201,6 +210,12 @@ def _download(args: argparse.Namespace, _: list[str]) -> int:
     from keepstep.cli import transfer
 
     return transfer.download(args)
+
+
+def _export(args: argparse.Namespace, _: list[str]) -> int:
+    from keepstep.cli import export_command
+
+    return export_command.main(args)
 
 
 def _dataset_check(args: argparse.Namespace, _: list[str]) -> int:

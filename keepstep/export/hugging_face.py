@@ -1,0 +1,85 @@
+"""A checkpoint as a Hugging Face folder: safetensors, config, tokenizer; checked by loading it. Imports torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepstep.checkpoint import layout
+from keepstep.checkpoint.reader import read_tensors
+from keepstep.checkpoint.verify import verify
+from keepstep.errors import CheckpointError, ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export(checkpoint: Path, target: Path, dtype: str = "float32") -> dict[str, Any]:
+    """Write `target`, whole or not at all, and load it back.
+
+    Returns:
+        {"path", "step", "num_tensors", "num_parameters", "dtype"}.
+
+    Raises:
+        CheckpointError: the checkpoint does not verify, or what was written does not load to the same tensors.
+        ConfigError: the target exists.
+    """
+    verdict = verify(checkpoint)
+    if not verdict.ok:
+        raise CheckpointError(f"{checkpoint} is not exported: {verdict.reasons[0]}", "Take a checkpoint that verifies.")
+    if target.exists():
+        raise ConfigError(f"{target} exists.", "Name a folder that does not.")
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        shutil.copytree(checkpoint / layout.TOKENIZER_DIR, temporary)
+        state = read_tensors(checkpoint / layout.ACTOR)
+        _write(temporary, state, DTYPES[dtype])
+        os.replace(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    num_parameters = check(target, state, DTYPES[dtype])
+    return {
+        "path": str(target),
+        "step": verdict.step,
+        "num_tensors": len(state),
+        "num_parameters": num_parameters,
+        "dtype": dtype,
+    }
+
+
+def check(folder: Path, state: dict[str, torch.Tensor], dtype: torch.dtype) -> int:
+    """Load the folder offline and compare every tensor; returns the number of parameters.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected or different, or the tokenizer does not load.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    loaded = dict(model.named_parameters())
+    differing = sorted(loaded.keys() ^ state.keys()) or sorted(
+        name for name, value in state.items() if not torch.equal(loaded[name].detach(), value.to(dtype))
+    )
+    if differing:
+        raise CheckpointError(f"{folder} does not load to the same tensors: {', '.join(differing[:5])}.")
+    return sum(parameter.numel() for parameter in loaded.values())
+
+
+def _write(folder: Path, state: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Weights and the architecture's config in the exported precision. Tied weights stand once, under their own name."""
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    save_file(
+        {name: value.to(dtype).contiguous() for name, value in state.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    config = AutoConfig.from_pretrained(folder)
+    config.dtype = dtype
+    config.save_pretrained(folder)
