@@ -1,0 +1,113 @@
+"""Commands that only look import nothing heavy and take a fraction of a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keepstep.run import RunDir, write_json
+from tests.unit import builder
+
+HEAVY = {"torch", "ray", "vllm", "prefect", "transformers", "s3fs", "botocore", "numpy", "tensorboard"}
+PROCESS_S = 0.3
+REPORT = """
+import json, sys
+from keepstep.cli.main import main
+status = main(sys.argv[1:])
+print(json.dumps({"status": status, "modules": sorted({name.partition(".")[0] for name in sys.modules})}), file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> RunDir:
+    """A run with two checkpoints, as a trainer leaves it."""
+    run = builder.run_in(tmp_path_factory.mktemp("light"))
+    builder.write(run, 20)
+    builder.write(run, 40, reference_step=20)
+    write_json(run.record, {"run_id": "run-a", "dataset": {"files": [], "num_rows": 640, "val_files": []}})
+    run.config.write_text(resolved_config(run))
+    return run
+
+
+def resolved_config(run: RunDir) -> str:
+    command = [sys.executable, "-m", "keepstep.cli.main", "train", "--dry-run", f"trainer.output_dir={run.root}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def report(*arguments: str) -> tuple[dict, float]:
+    """(exit status and imported packages, seconds of process time) of a command in a fresh interpreter."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT, *arguments], capture_output=True, text=True, timeout=60, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return json.loads(done.stderr.splitlines()[-1]), used_s
+
+
+@pytest.mark.parametrize("command", ["verify", "verify --quick", "ls", "plan"])
+def test_looking_is_light(run: RunDir, command: str):
+    name, *flags = command.split()
+    target = run.checkpoint(40) if name == "verify" else run.root
+    found, _ = report(name, str(target), *flags)
+    assert found["status"] == 0
+    assert not HEAVY & set(found["modules"])
+    assert "pyarrow" not in found["modules"]
+
+
+def test_dataset_check_is_light(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"]}), path)
+    found, _ = report("dataset", "check", str(path), "--expect-rows", "2")
+    assert found["status"] == 0
+    # Parquet is read in a process of its own, so not even pyarrow is in this one.
+    assert not (HEAVY | {"pyarrow"}) & set(found["modules"])
+
+
+@pytest.mark.parametrize("command", ["verify --quick", "ls", "plan"])
+def test_looking_takes_little_process_time(run: RunDir, command: str):
+    """The best of three: other work on the machine slows a process down, nothing speeds it up."""
+    name, *flags = command.split()
+    target = run.checkpoint(40) if name == "verify" else run.root
+    assert min(report(name, str(target), *flags)[1] for _ in range(3)) <= PROCESS_S
+
+
+LIGHT_MODULES = [
+    "keepstep.attempts",
+    "keepstep.checkpoint.digest",
+    "keepstep.checkpoint.history",
+    "keepstep.checkpoint.layout",
+    "keepstep.checkpoint.manifest",
+    "keepstep.checkpoint.plan",
+    "keepstep.checkpoint.publish",
+    "keepstep.checkpoint.retention",
+    "keepstep.checkpoint.select",
+    "keepstep.checkpoint.verify",
+    "keepstep.cli.main",
+    "keepstep.config.load",
+    "keepstep.data.count",
+    "keepstep.data.loader",
+    "keepstep.data.record",
+    "keepstep.data.spec",
+    "keepstep.events.log",
+    "keepstep.preflight.start",
+    "keepstep.processes",
+    "keepstep.run",
+]
+
+
+def test_light_modules_import_nothing_heavy():
+    script = f"import sys, {', '.join(LIGHT_MODULES)}; print(' '.join({{n.partition('.')[0] for n in sys.modules}}))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True, env=os.environ
+    )
+    assert not (HEAVY | {"pyarrow"}) & set(done.stdout.split())
