@@ -1,0 +1,52 @@
+"""Damaged checkpoints are rejected by name, set aside, and the next best is used; the run still ends the same."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from keepstep.checkpoint import layout
+from keepstep.run import RunDir
+from tests.integration.compare import differences
+from tests.integration.conftest import OVERRIDES
+from tests.integration.driver import Driver
+
+pytestmark = pytest.mark.integration
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def test_four_kinds_of_damage(workspace: Path, reference: Driver):
+    """C61, C64, C65, C73: flipped byte, truncated file, missing file, another step's manifest."""
+    copy = Driver(workspace / "damaged", [*OVERRIDES, "s3.embedded=false"], command="train")
+    shutil.copytree(reference.run.root, copy.run.root, symlinks=True)
+    copy.run.result.unlink()
+    for step in (25, 30, 35, 40, 44):
+        # Copied files share nothing, unlike hard-linked references: damaging one damages one.
+        assert (copy.run.checkpoint(step) / layout.REF).stat().st_nlink == 1
+    flip(copy.run.checkpoint(44) / layout.ACTOR)
+    truncated = copy.run.checkpoint(40) / layout.OPTIMIZER
+    truncated.write_bytes(truncated.read_bytes()[:-1000])
+    (copy.run.checkpoint(35) / layout.REF).unlink()
+    shutil.copyfile(copy.run.checkpoint(20) / layout.MANIFEST, copy.run.checkpoint(30) / layout.MANIFEST)
+
+    assert copy.run_to_end() == 0, copy.tail()
+
+    rejected = {e["step"]: e["reason"] for e in copy.events() if e["event"] == "checkpoint_rejected"}
+    assert sorted(rejected) == [30, 35, 40, 44]
+    assert "actor/pytorch_model.bin: part 0 has SHA-256" in rejected[44]
+    assert "actor/optimizer.pt:" in rejected[40] and "bytes, expected" in rejected[40]
+    assert "ref/pytorch_model.bin: missing" in rejected[35]
+    assert "manifest.json: is of step 20, the folder is step_30" in rejected[30]
+    assert sorted(path.name for path in copy.run.quarantine.iterdir()) == [
+        f"step_{step}.failed-verification.1" for step in (30, 35, 40, 44)
+    ]
+    assert [e["step"] for e in copy.events() if e["event"] == "resumed"] == [25]
+    final = RunDir.at(copy.run.root).checkpoint(44)
+    assert differences(final, reference.run.checkpoint(44)) == []
