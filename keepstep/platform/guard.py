@@ -135,6 +135,10 @@ def _supervise(platform: Path, role: str, process: subprocess.Popen[bytes], serv
     last_held = time.monotonic()
     while process.poll() is None:
         time.sleep(POLL_S)
+        if not platform.is_dir():
+            # Taking the lock would make the deleted folder anew.
+            end_group(server)
+            return
         if live_holders(platform, role):
             last_held = time.monotonic()
         elif time.monotonic() - last_held >= GRACE_S:

@@ -140,6 +140,12 @@ def status(platform: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def running(platform: Path) -> list[ProcessRef]:
+    """Every process of the servers that run for this platform folder, guards included."""
+    records = [guard.read_record(guard.record_path(platform, role)) for role in ROLES]
+    return [ref for record in records if record for ref in _processes(record) if ref.alive()]
+
+
 def running_object_store(platform: Path) -> ServerInfo | None:
     """The object store that runs for this platform folder, without holding it."""
     record = guard.read_record(guard.record_path(platform, OBJECT_STORE))

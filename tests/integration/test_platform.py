@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -93,6 +94,15 @@ def test_server_without_its_guard_is_replaced_at_the_next_start(tmp_path: Path, 
     assert replaced.processes[0].pid != server.pid
     servers.release(platform, holder)
     assert all(ref.alive() for ref in replaced.processes)
+
+
+def test_deleted_platform_folder_ends_the_server_and_stays_deleted(tmp_path: Path, new_holder) -> None:
+    platform = tmp_path / ".keepstep"
+    info = servers.object_store(platform, new_holder())
+    assert servers.running(platform) == info.processes
+    shutil.rmtree(platform)
+    assert gone_within(info.processes, 8.0)
+    assert not (platform / "object-store.lock").exists()
 
 
 def test_credentials_are_private_and_in_no_other_file(tmp_path: Path, new_holder) -> None:
