@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -20,7 +19,8 @@ REPORT = """
 import json, sys
 from keepstep.cli.main import main
 status = main(sys.argv[1:])
-print(json.dumps({"status": status, "modules": sorted({name.partition(".")[0] for name in sys.modules})}), file=sys.stderr)
+packages = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps({"status": status, "modules": packages}), file=sys.stderr)
 """
 
 
@@ -40,12 +40,15 @@ def resolved_config(run: RunDir) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
+def python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+
+
 def report(*arguments: str) -> tuple[dict, float]:
     """(exit status and imported packages, seconds of process time) of a command in a fresh interpreter."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", REPORT, *arguments], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = python(REPORT, *arguments)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return json.loads(done.stderr.splitlines()[-1]), used_s
@@ -107,7 +110,4 @@ LIGHT_MODULES = [
 
 def test_light_modules_import_nothing_heavy():
     script = f"import sys, {', '.join(LIGHT_MODULES)}; print(' '.join({{n.partition('.')[0] for n in sys.modules}}))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True, env=os.environ
-    )
-    assert not (HEAVY | {"pyarrow"}) & set(done.stdout.split())
+    assert not (HEAVY | {"pyarrow"}) & set(python(script).stdout.split())

@@ -1,0 +1,44 @@
+"""The command line that users and scripts rely on. A change here is a change of the product."""
+
+from __future__ import annotations
+
+import argparse
+
+from keepstep.cli.main import build_parser
+
+TRAINING = [
+    "--config", "--debug", "--dry-run", "--ignore_mismatched_sizes", "--no-rollout-state-restore",
+    "--resume_from_checkpoint", "--s3-bucket", "--s3-prefix", "--s3-upload-interval", "--seed",
+]  # fmt: skip
+
+SURFACE = {
+    "keepstep": ["--version", "COMMAND"],
+    "keepstep dataset": ["ACTION"],
+    "keepstep dataset check": ["--expect-rows", "--full", "--json", "--log", "--run", "FILES"],
+    "keepstep download": ["--json", "--step", "RUN"],
+    "keepstep export": ["--dtype", "--json", "CHECKPOINT", "OUT"],
+    "keepstep ls": ["--json", "--remote", "RUN"],
+    "keepstep plan": ["--json", "--remote", "RUN"],
+    "keepstep run": TRAINING,
+    "keepstep train": TRAINING,
+    "keepstep ui": ["RUN"],
+    "keepstep upload": ["--json", "--step", "RUN"],
+    "keepstep verify": ["--json", "--quick", "PATH"],
+}
+
+
+def surface(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """Arguments shown in help, by command."""
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
+    found = {
+        parser.prog: sorted(action.option_strings[0] if action.option_strings else action.metavar for action in shown)
+    }
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                found |= surface(child)
+    return found
+
+
+def test_the_surface_is_frozen():
+    assert surface(build_parser()) == SURFACE
