@@ -174,7 +174,7 @@ class Attempt:
             return [ProcessRef.from_record(process) for process in self._record["processes"]]
 
     def check(self) -> None:
-        """Raise `FencedError` when a newer attempt owns the run. Called before anything is published, moved or deleted."""
+        """Raise `FencedError` when a newer attempt owns the run; called before anything is published or deleted."""
         check_fence(self.run, self.number)
 
     def close(self, outcome: Record) -> None:

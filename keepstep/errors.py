@@ -106,7 +106,7 @@ class NoRoomError(KeepstepError):
     failure_class = "no_room"
 
 
-class Preempted(KeepstepError):
+class Preempted(KeepstepError):  # noqa: N818  (an outcome, not a fault)
     """The attempt was asked to leave (SIGTERM, Ctrl-C, node drain) and left in order."""
 
     failure_class = "preempted"

@@ -1,9 +1,9 @@
 """The run directory. The only module that joins its paths and knows its names.
 
-    run.json  config.yaml  result.json  events.jsonl  metrics.jsonl  tensorboard/
-    logs/attempt_<n>/train.log    attempts/<n>.json
-    checkpoints/step_<N>/  checkpoints/latest -> step_<N>  checkpoints/latest.txt
-    quarantine/step_<N>.<reason>.<k>/    export/
+run.json  config.yaml  result.json  events.jsonl  metrics.jsonl  tensorboard/
+logs/attempt_<n>/train.log    attempts/<n>.json
+checkpoints/step_<N>/  checkpoints/latest -> step_<N>  checkpoints/latest.txt
+quarantine/step_<N>.<reason>.<k>/    export/
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ class RunDir:
         """Published step folders in ascending numeric order. Temporary and foreign names do not count."""
         if not self.checkpoints.is_dir():
             return []
-        found = (parse_step(entry.name) for entry in os.scandir(self.checkpoints) if entry.is_dir(follow_symlinks=False))
+        found = (
+            parse_step(entry.name) for entry in os.scandir(self.checkpoints) if entry.is_dir(follow_symlinks=False)
+        )
         return sorted(step for step in found if step is not None)
 
     def attempt_numbers(self) -> list[int]:

@@ -7,17 +7,18 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
+from keepstep.checkpoint.plan import ResumePlan
 from keepstep.config.schema import RunConfig
 from keepstep.preflight.start import prepare
 
 
 @task(cache_policy=NO_CACHE)
-def preflight(config: RunConfig) -> int:
-    """Room, folder, store, data set, model and contract; returns the run's total steps."""
+def preflight(config: RunConfig) -> tuple[int, ResumePlan]:
+    """Room, folder, store, data set, model, contract and checkpoints; (total steps, where the run goes on)."""
     found = prepare(config)
     for warning in found.warnings:
         get_run_logger().warning(warning)
-    store = found.remote.store.where if found.remote else "none" if not config.s3_enabled else "does not answer"
+    store = found.remote.store.where if found.remote else "does not answer" if config.s3_enabled else "none"
     lines = [
         f"- run folder: `{found.run.root}`",
         f"- steps: {found.total_steps}",
@@ -29,4 +30,4 @@ def preflight(config: RunConfig) -> int:
     create_markdown_artifact("\n".join(lines), key="preflight", description="What was checked before the start")
     if found.remote:
         found.remote.close()
-    return found.total_steps
+    return found.total_steps, found.plan

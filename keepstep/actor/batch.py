@@ -36,7 +36,10 @@ class Batch:
 
 
 def pack(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], pad_id: int
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    log_probs: Sequence[Sequence[float]],
+    pad_id: int,
 ) -> Batch:
     """Arrays of prompts with their responses, in order."""
     longest = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True))

@@ -105,7 +105,7 @@ class Rank:
         for _ in range(self.spec.actor.ppo_epochs):
             for rows in mini_batches:
                 norms.append(self._update_mini_batch(batch, log_probs, rows, sums))
-        lr = self.scheduler.get_last_lr()[0]
+        lr = self.learning_rate()
         self.scheduler.step()
         totals = self._all_reduce([sums[key] for key in sorted(sums)])
         means = dict(zip(sorted(sums), totals, strict=True))
@@ -141,7 +141,7 @@ class Rank:
 
     def learning_rate(self) -> float:
         """The learning rate that the next step will use."""
-        return self.scheduler.get_last_lr()[0]
+        return float(self.scheduler.get_last_lr()[0])
 
     def _build(self) -> torch.nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM

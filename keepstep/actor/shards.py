@@ -62,7 +62,10 @@ def optimizer_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     """The optimizer's parameter groups with names in place of tensors."""
     names = {id(param): name for name, param in model.named_parameters()}
     return [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": [names[id(p)] for p in group["params"]]}
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [names[id(p)] for p in group["params"]],
+        }
         for group in optimizer.param_groups
     ]
 

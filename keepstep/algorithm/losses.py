@@ -41,7 +41,9 @@ def clipped_policy_loss(
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages)
 
 
-def clip_fraction(log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, clip_ratio: float) -> torch.Tensor:
+def clip_fraction(
+    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, clip_ratio: float
+) -> torch.Tensor:
     """1 where the clip is what the minimum takes, so that no gradient flows. [B, T]."""
     ratio = (log_probs - old_log_probs).exp()
     clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
@@ -49,7 +51,9 @@ def clip_fraction(log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantag
 
 
 def kl_k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference), always >= 0: DeepSeekMath eq. 4, Schulman's k3, verl's `low_var_kl`.
+    """Per-token estimate of KL(policy || reference), never negative.
+
+    DeepSeekMath eq. 4; Schulman's k3; verl calls it `low_var_kl`.
 
     [B, T], [B, T] -> [B, T]: exp(d) - d - 1 with d = ref_log_probs - log_probs.
     """

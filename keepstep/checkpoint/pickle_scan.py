@@ -34,7 +34,15 @@ def scan(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return _scan_archive(archive, path.stat().st_size)
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError, OverflowError, RuntimeError) as error:
+    except (
+        zipfile.BadZipFile,
+        OSError,
+        ValueError,
+        NotImplementedError,
+        EOFError,
+        OverflowError,
+        RuntimeError,
+    ) as error:
         return [f"not a whole torch archive ({error})"]
 
 

@@ -90,7 +90,9 @@ def plan(
         verdict = _verify(run, candidate, remote, expected_run_id)
         usable[candidate] = verdict.resumable
         if not verdict.resumable:
-            found.rejections.append(Rejection(candidate.step, candidate.source, "; ".join(verdict.reasons) or verdict.state))
+            found.rejections.append(
+                Rejection(candidate.step, candidate.source, "; ".join(verdict.reasons) or verdict.state)
+            )
             continue
         found.step, found.source, found.reason = candidate.step, candidate.source, reason
         found.newest = max(step for step in (c.step for c in candidates if usable.get(c, True)))

@@ -30,4 +30,6 @@ def read_tensors(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded: {error}", "Verify it: keepstep verify " + str(path.parent)) from error
+        raise CheckpointError(
+            f"{path} cannot be loaded: {error}", "Verify it: keepstep verify " + str(path.parent)
+        ) from error

@@ -116,7 +116,9 @@ def _read_manifest(path: Path, found: _Findings) -> Manifest | None:
         found.reasons.append(f"{layout.MANIFEST}: not a regular file")
         return None
     if path.stat().st_size > strict_json.MAX_BYTES:
-        found.reasons.append(f"{layout.MANIFEST}: {path.stat().st_size} bytes, at most {strict_json.MAX_BYTES} are read")
+        found.reasons.append(
+            f"{layout.MANIFEST}: {path.stat().st_size} bytes, at most {strict_json.MAX_BYTES} are read"
+        )
         return None
     try:
         return parse(path.read_bytes())
@@ -230,7 +232,9 @@ def state_problems(state: Any) -> list[str]:
         return [*problems, "rng_states is missing"]
     per_rank = rng.get("per_rank", [])
     for where, streams in [("rng_states", rng), *((f"rng_states.per_rank[{i}]", s) for i, s in enumerate(per_rank))]:
-        problems += [f"{where}.{name} is not base64" for name in ("python", "numpy", "torch") if not _decodes(streams, name)]
+        problems += [
+            f"{where}.{name} is not base64" for name in ("python", "numpy", "torch") if not _decodes(streams, name)
+        ]
         cuda = streams.get("cuda") if isinstance(streams, dict) else None
         if not isinstance(cuda, list) or not all(_is_base64(entry) for entry in cuda):
             problems.append(f"{where}.cuda is not a list of base64")

@@ -150,8 +150,8 @@ def _write_files(
         nonfinite=nonfinite,
     )
     _write(folder / layout.MANIFEST, lambda file: file.write(record_bytes))
-    for path in sorted({folder, *(entry for entry in folder.rglob("*") if entry.is_dir())}):
-        fsync_dir(path)
+    for directory in sorted({folder, *(entry for entry in folder.rglob("*") if entry.is_dir())}):
+        fsync_dir(directory)
     return notes
 
 
@@ -248,5 +248,3 @@ def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(_equal(first[key], second[key]) for key in first)
     return first == second
-
-

@@ -28,5 +28,8 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        print(f"step {report['step']}: {report['num_tensors']} tensors, {report['num_parameters']} parameters in {report['path']}")
+        print(
+            f"step {report['step']}: {report['num_tensors']} tensors, "
+            f"{report['num_parameters']} parameters in {report['path']}"
+        )
     return EXIT_DONE

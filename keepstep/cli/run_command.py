@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from keepstep.cli.train_command import is_complete
+from keepstep.cli.train_command import is_complete, warn
 from keepstep.config.load import load, to_yaml
 from keepstep.errors import EXIT_DONE, ConfigError, Preempted
 from keepstep.platform import servers
@@ -35,6 +35,7 @@ PREFECT_DEFAULTS = {
 def main(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run the flow. Raises the `KeepstepError` with which it ended."""
     config = load(args.config, overrides)
+    warn(config)
     if args.dry_run:
         print(to_yaml(config), end="")
         return EXIT_DONE

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from keepstep.config.load import load, to_yaml
+from keepstep.config.load import load, to_yaml, validate
 from keepstep.config.schema import RunConfig
 from keepstep.errors import EXIT_DONE, KeepstepError
 from keepstep.processes import ProcessRef
@@ -29,6 +29,7 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
         config = RunConfig.model_validate_json(os.environ[launch.CONFIG_VARIABLE])
     else:
         config = load(args.config, overrides)
+        warn(config)
     if args.dry_run:
         print(to_yaml(config), end="")
         return EXIT_DONE
@@ -49,13 +50,22 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
     return EXIT_DONE
 
 
+def warn(config: RunConfig) -> None:
+    """Say what is doubtful before anything starts. Raises `ConfigError` on settings that do not go together."""
+    for warning in validate(config):
+        print(f"keepstep: warning: {warning}", file=sys.stderr)
+
+
 def is_complete(config: RunConfig) -> bool:
     """Whether the run has reached its end; says so."""
     from keepstep.preflight.complete import complete_result
 
     result = complete_result(config)
     if result is not None:
-        print(f"{config.trainer.output_dir} is complete: step {result['final_step']} of {result['target_step']}. Nothing to do.")
+        print(
+            f"{config.trainer.output_dir} is complete: "
+            f"step {result['final_step']} of {result['target_step']}. Nothing to do."
+        )
     return result is not None
 
 

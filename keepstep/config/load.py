@@ -94,7 +94,10 @@ def validate(config: RunConfig) -> list[str]:
         ConfigError: settings that contradict each other, all of them, each with both values and the way out.
     """
     problems = [*_check_batches(config), *_check_frequencies(config)]
-    if config.s3.embedded and config.s3.endpoint_url is not None:
+    if "@" in (config.s3.endpoint_url or ""):
+        # Without its value, which is the secret, and which config.yaml and the log would keep.
+        problems.append("s3.endpoint_url carries credentials: give them to AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+    elif config.s3.embedded and config.s3.endpoint_url is not None:
         problems.append(
             f"s3.embedded=true starts a server of its own, but s3.endpoint_url={config.s3.endpoint_url} names another: "
             "set s3.embedded=false or leave the endpoint out"

@@ -28,7 +28,9 @@ def finish(session: Session) -> Record:
     """
     total_steps, run = session.start.total_steps, session.run
     if not run.checkpoint(total_steps).is_dir():
-        raise CheckpointError(f"The run ended without a checkpoint of its last step {total_steps}.", f"See {run.events}.")
+        raise CheckpointError(
+            f"The run ended without a checkpoint of its last step {total_steps}.", f"See {run.events}."
+        )
     if session.uploader is not None:
         session.uploader.drain(session.config.s3.final_timeout_s)
     record = build_result(run, total_steps)

@@ -39,7 +39,9 @@ class RankGroup:
     def log_probs(self, shards: Sequence[Batch]) -> list[dict[str, np.ndarray]]:
         return self._step("log-probs", lambda actor, rank: actor.log_probs.remote(shards[rank]))
 
-    def update(self, shards: Sequence[Batch], log_probs: Sequence[Any], mini_batches: Sequence[Any]) -> dict[str, float]:
+    def update(
+        self, shards: Sequence[Batch], log_probs: Sequence[Any], mini_batches: Sequence[Any]
+    ) -> dict[str, float]:
         """Metrics of the step; they are equal on all ranks."""
         return self._step(
             "update", lambda actor, rank: actor.update.remote(shards[rank], log_probs[rank], mini_batches[rank])

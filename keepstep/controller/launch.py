@@ -61,7 +61,13 @@ def error_of(event: Event) -> errors.KeepstepError:
 
 def terminal_event(error: errors.KeepstepError) -> Event:
     """What a trainer says last when it failed before it had a run to write into."""
-    return {"event": "failed", "class": error.failure_class, "message": error.message, "remedy": error.remedy, "retry": error.retry}
+    return {
+        "event": "failed",
+        "class": error.failure_class,
+        "message": error.message,
+        "remedy": error.remedy,
+        "retry": error.retry,
+    }
 
 
 def _run_child(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Event:

@@ -59,7 +59,7 @@ class Saver:
     attempt: Attempt
     events: EventLog
     supervisor: Supervisor
-    uploader: Uploader
+    uploader: Uploader | None
     start_writer: Callable[[], Any]
     writer: Any = None
     last_saved: int | None = None
@@ -78,7 +78,7 @@ class Saver:
         reference = ranks.reference_snapshots() if self.context.has_reference and reference_step is None else []
         snapshots = ranks.snapshots()
         calls = [(f"rank {rank}", reference) for rank, reference in enumerate(snapshots)]
-        ready, late = ray.wait(
+        _, late = ray.wait(
             [r for _, r in calls] + reference, num_returns=len(calls) + len(reference),
             timeout=config.timeouts.step_s, fetch_local=False,
         )  # fmt: skip
@@ -95,7 +95,10 @@ class Saver:
             trainer_state=state.to_record(self.context.num_rows),
             config_yaml=self.context.config_yaml,
             model_files=self.context.model_files,
-            engine_state={"weight_version": state.global_step, "temperature": config.actor_rollout_ref.rollout.temperature},
+            engine_state={
+                "weight_version": state.global_step,
+                "temperature": config.actor_rollout_ref.rollout.temperature,
+            },
             waive_exactness=self.context.waive_exactness,
         )
         self.wanted = False
@@ -130,7 +133,7 @@ class Saver:
         self._num_failures = 0
         point_latest(self.context.run, request.step, self.attempt.check)
         self._retire(request.step)
-        if self._upload_due(request.step):
+        if self.uploader is not None and self._upload_due(request.step):
             self.uploader.add(request.step)
 
     def _write(self, request: SaveRequest, snapshots: list[Any], reference: list[Any]) -> SaveResult:
@@ -165,7 +168,9 @@ class Saver:
             if found.status == 1 and found.stdout.strip():
                 return json.loads(found.stdout)["reasons"]
             if last_try:
-                raise WorkerDiedError(f"The verifier of step {step} ended with {found.status}: {found.stderr.strip()[-300:]}")
+                raise WorkerDiedError(
+                    f"The verifier of step {step} ended with {found.status}: {found.stderr.strip()[-300:]}"
+                )
         raise AssertionError("unreachable")
 
     def _reject(self, step: int, reasons: list[str]) -> None:
@@ -176,7 +181,8 @@ class Saver:
         self.events.emit("checkpoint_rejected", step=step, reason="; ".join(reasons), quarantined=str(moved))
         if self._num_failures >= MAX_FAILURES_IN_A_ROW:
             raise CheckpointError(
-                f"{self._num_failures} checkpoints in a row failed their verification, the last at step {step}: {reasons[0]}",
+                f"{self._num_failures} checkpoints in a row failed their verification, "
+                f"the last at step {step}: {reasons[0]}",
                 f"The disk under {run.checkpoints} damages what is written to it; look at {run.quarantine}.",
             )
 
@@ -209,4 +215,3 @@ class Saver:
         verified = verified_steps(self.context.run) | {self.context.resumed_step}
         steps = [step for step in self.context.run.steps() if step in verified]
         return steps[-1] if steps else None
-

@@ -1,41 +1,35 @@
 """One attempt, from the checks to its outcome. The order is: checks, lease, record, plan, start, train, finish.
 
-    run_attempt ── prepare (writes nothing) ── Attempt.acquire ── Session.execute ── outcome in attempts/<n>.json
+run_attempt ── prepare (writes nothing) ── Attempt.acquire ── Session.execute ── outcome in attempts/<n>.json
 """
 
 from __future__ import annotations
 
-import json
-import os
 import platform
-import sys
-import time
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import keepstep
 from keepstep import reaper
 from keepstep.attempts import Attempt, end_attempt
 from keepstep.checkpoint import layout
-from keepstep.checkpoint.plan import ResumePlan, plan
+from keepstep.checkpoint.plan import ResumePlan
 from keepstep.checkpoint.publish import quarantine, sweep_temporaries
-from keepstep.checkpoint.verify import verify
 from keepstep.config.load import to_yaml
 from keepstep.config.schema import RunConfig
 from keepstep.controller.finishing import finish, pending_uploads
 from keepstep.controller.leaving import Leaving
 from keepstep.controller.reporting import log_config, logger, open_log
 from keepstep.controller.uploader import Uploader
-from keepstep.errors import BugError, CheckpointError, ConfigError, KeepstepError, Preempted
+from keepstep.errors import BugError, KeepstepError, Preempted
 from keepstep.events.log import EventLog, Listener, utc_now
 from keepstep.platform import servers
 from keepstep.preflight.contract import EXACTNESS
 from keepstep.preflight.start import Start, prepare
 from keepstep.processes import ProcessRef
 from keepstep.quickstart.make import made_path
-from keepstep.run import RunDir, read_json, write_atomic, write_json
+from keepstep.run import RunDir, write_atomic, write_json
 
 Record = dict[str, Any]
 
@@ -96,7 +90,9 @@ class Session:
             raise
         except BaseException as error:
             logger.exception("unexpected failure")
-            bug = BugError(f"{type(error).__name__}: {error}", f"The traceback is in {self.run.train_log(self.attempt.number)}.")
+            bug = BugError(
+                f"{type(error).__name__}: {error}", f"The traceback is in {self.run.train_log(self.attempt.number)}."
+            )
             outcome = self._failed(bug)
             raise bug from error
         finally:
@@ -108,7 +104,7 @@ class Session:
         """The attempt itself."""
         self._log_start()
         sweep_temporaries(self.run, self.attempt.check)
-        chosen = self._plan()
+        chosen = self._take_up()
         if self.config.s3_enabled:
             self.uploader = Uploader(self.run, self.config.s3, self.attempt, self.events, self.start.environment)
             for step in pending_uploads(self.config, self.run, self.start.total_steps):
@@ -118,9 +114,6 @@ class Session:
 
             train(self, chosen)
         return finish(self)
-
-    def checkpoint_folder(self, step: int) -> Path:
-        return self.run.checkpoint(step)
 
     def model_files(self, resumed_step: int | None) -> str:
         """Folder with config and tokenizer: the model's own, or the resumed checkpoint's where a made model is gone."""
@@ -148,7 +141,10 @@ class Session:
             }
         waived = [drift.field for drift in self.start.waived] + [f for f in self.config.resume.allow if f == EXACTNESS]
         if waived:
-            record["waivers"] = [*record.get("waivers", []), {"time": utc_now(), "attempt": self.attempt.number, "fields": waived}]
+            record["waivers"] = [
+                *record.get("waivers", []),
+                {"time": utc_now(), "attempt": self.attempt.number, "fields": waived},
+            ]
             record["contract"] |= {drift.field: drift.now for drift in self.start.waived}
         self.attempt.check()
         if not self.run.config.exists():
@@ -158,29 +154,28 @@ class Session:
         return record
 
     def _log_start(self) -> None:
-        logger.info("Keepstep %s, attempt %d of run %s in %s", keepstep.__version__, self.attempt.number, self.record["run_id"], self.run.root)
+        logger.info(
+            "Keepstep %s, attempt %d of run %s in %s",
+            keepstep.__version__,
+            self.attempt.number,
+            self.record["run_id"],
+            self.run.root,
+        )
         log_config(self.config)
         logger.info("seed=%d python=%s host=%s", self.config.trainer.seed, platform.python_version(), platform.node())
         for warning in self.start.warnings:
             logger.warning(warning)
         self.events.emit("attempt_started", total_steps=self.start.total_steps, seed=self.config.trainer.seed)
 
-    def _plan(self) -> ResumePlan:
-        """Choose where to go on, set aside what failed verification, fetch the choice from the store if need be."""
-        config = self.config.resume
-        chosen = plan(
-            self.run,
-            policy=config.policy,
-            prefer_multiple=config.prefer_multiple,
-            max_rewind_steps=config.max_rewind_steps,
-            remote=self.start.remote,
-            expected_run_id=self.record["run_id"],
-            only_step=self._asked_step(),
-        )
+    def _take_up(self) -> ResumePlan:
+        """Act on the plan: set aside what failed its verification, fetch the choice from the store if need be."""
+        chosen = self.start.plan
         for rejection in chosen.rejections:
-            self.events.emit("checkpoint_rejected", step=rejection.step, source=rejection.source, reason=rejection.reason)
-            if rejection.source == "local" and self.run.checkpoint(rejection.step).exists():
-                folder = self.run.checkpoint(rejection.step)
+            self.events.emit(
+                "checkpoint_rejected", step=rejection.step, source=rejection.source, reason=rejection.reason
+            )
+            folder = self.run.checkpoint(rejection.step)
+            if rejection.source == "local" and folder.exists():
                 quarantine(self.run, folder, rejection.step, "failed-verification", self.attempt.check)
         if chosen.step is not None and chosen.source == "s3":
             self.start.remote.download(chosen.step, self.run, self.attempt.check)
@@ -189,25 +184,9 @@ class Session:
             logger.info(sentence)
         if chosen.step is not None:
             self.events.emit("checkpoint_verified", step=chosen.step)
-            self.events.emit(
-                "resumed", step=chosen.step, checkpoint=str(self.run.checkpoint(chosen.step)), plan=chosen.to_record()
-            )
+            folder = self.run.checkpoint(chosen.step)
+            self.events.emit("resumed", step=chosen.step, checkpoint=str(folder), plan=chosen.to_record())
         return chosen
-
-    def _asked_step(self) -> int | None:
-        """The step that `trainer.resume_from_checkpoint` names."""
-        asked = self.config.trainer.resume_from_checkpoint
-        if asked is None:
-            return None
-        folder = Path(os.path.realpath(asked))
-        found = verify(folder)
-        if folder.parent != Path(os.path.realpath(self.run.checkpoints)) or not found.resumable or found.step is None:
-            reason = found.reasons[0] if found.reasons else f"it is not one of {self.run.checkpoints}"
-            raise CheckpointError(
-                f"trainer.resume_from_checkpoint: {asked} cannot be resumed from: {reason}.",
-                f"See what can: keepstep plan {self.run.root}",
-            )
-        return found.step
 
     def _failed(self, error: KeepstepError) -> Record:
         outcome: Record = {

@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+)
 
 from keepstep import errors
 
@@ -49,7 +56,9 @@ class Supervisor:
                     raise self._diagnose(error, role_of, pending, what) from error
         return [results[reference] for _, reference in calls]
 
-    def _diagnose(self, error: Exception, role_of: dict[Any, str], pending: list[Any], what: str) -> errors.KeepstepError:
+    def _diagnose(
+        self, error: Exception, role_of: dict[Any, str], pending: list[Any], what: str
+    ) -> errors.KeepstepError:
         """The cause of a failed call. A rank that lost its peer fails too: the peer's death is the cause to report."""
         dead = self._dead_roles(role_of, pending, patience_s=CAUSE_PATIENCE_S)
         if dead:
@@ -82,7 +91,9 @@ def classify(error: BaseException, what: str) -> errors.KeepstepError:
     if isinstance(cause, (MemoryError, OutOfMemoryError)) or "out of memory" in str(cause).lower():
         return errors.OutOfMemoryError(f"{what}: out of memory ({_first_line(cause)}).")
     if isinstance(cause, OSError) and cause.errno in (28, 122):
-        return errors.NoRoomError(f"{what}: no room on the filesystem ({cause}).", "Free space or lower checkpoint.keep_last.")
+        return errors.NoRoomError(
+            f"{what}: no room on the filesystem ({cause}).", "Free space or lower checkpoint.keep_last."
+        )
     return errors.BugError(f"{what}: {type(cause).__name__}: {_first_line(cause)}")
 
 

@@ -223,7 +223,7 @@ class Trainer:
         worst = float(gaps.max(initial=0.0))
         if not worst <= tolerance:
             raise StaleWeightsError(
-                f"Step {self.state.global_step + 1}: engine and trainer differ by {worst:.3g} in the log-prob of a sampled "
+                f"Step {self.state.global_step + 1}: engine and trainer differ by {worst:.3g} in the log-prob of a "
                 f"token, tolerance {tolerance:g}: the engine samples from other weights.",
                 "With another engine precision raise actor_rollout_ref.rollout.logprob_tolerance; else report it.",
             )

@@ -159,13 +159,19 @@ def load_state(session: Session, chosen: ResumePlan, ranks: RankGroup) -> TrainS
     state = TrainState.from_record(record)
     logger.info(
         "resumed at step %d of %d from %s: epoch %d, next row %d, learning rate %g",
-        state.global_step, session.start.total_steps, folder, record["epoch"], state.train_dataset_offset, ranks.learning_rate(),
+        state.global_step, session.start.total_steps, folder,
+        record["epoch"], state.train_dataset_offset, ranks.learning_rate(),
     )  # fmt: skip
     return state
 
 
 def build_parts(
-    session: Session, ranks: RankGroup, engines: EngineGroup, saver: Saver, data: tuple[Any, Any, Any], reporter: Reporter
+    session: Session,
+    ranks: RankGroup,
+    engines: EngineGroup,
+    saver: Saver,
+    data: tuple[Any, Any, Any],
+    reporter: Reporter,
 ) -> Parts:
     from keepstep.controller.trainer import Parts
 

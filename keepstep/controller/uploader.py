@@ -27,7 +27,9 @@ LONGEST_DELAY_S = 60.0
 class Uploader:
     """Brings verified checkpoints into the store."""
 
-    def __init__(self, run: RunDir, config: S3Config, attempt: Attempt, events: EventLog, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, run: RunDir, config: S3Config, attempt: Attempt, events: EventLog, environment: Mapping[str, str]
+    ) -> None:
         self._run, self._config, self._attempt, self._events = run, config, attempt, events
         self._environment = environment
         self._queue: queue.Queue[int | None] = queue.Queue()
@@ -54,7 +56,9 @@ class Uploader:
             step, reason = next(iter(self._failed.items()))
             message = f"Training is done, but step {step} is not in {where}: {reason}"
             refused = reason.startswith("refused")
-            raise (StorageRefusedError if refused else StorageError)(message, "Mend the store and start the same command again.")
+            raise (StorageRefusedError if refused else StorageError)(
+                message, "Mend the store and start the same command again."
+            )
         if self._thread.is_alive():
             raise StorageError(
                 f"Training is done, but {where} confirmed not every upload within {timeout_s:.0f} s.",

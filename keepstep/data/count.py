@@ -1,6 +1,6 @@
 """Rows of parquet files, from their footers, counted in a process of its own: a corrupt file can kill its reader.
 
-python -m keepstep.data.count [--full] < names.json     one JSON object a line, in the order of the files
+python -m keepstep.data.count [--full] < request.json     one JSON object a line, in the order of the files
 """
 
 from __future__ import annotations
@@ -36,19 +36,25 @@ class FileRecord:
         return asdict(self)
 
 
-def count_rows(files: Sequence[str], *, full: bool = False) -> list[FileRecord]:
+def count_rows(files: Sequence[str], *, columns: Sequence[str] = (), full: bool = False) -> list[FileRecord]:
     """Rows, size and footer digest of each file.
 
     Args:
+        columns: which every file must have.
         full: read every value as well, not the footers alone.
 
     Raises:
-        DataError: files that are missing, empty, truncated, damaged or not parquet; all are named.
+        DataError: files that are missing, empty, truncated, damaged, not parquet or without a column; all are named.
     """
     command = [sys.executable, "-m", "keepstep.data.count", *(["--full"] if full else [])]
     try:
         done = subprocess.run(
-            command, input=json.dumps(list(files)), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command,
+            input=json.dumps([list(files), list(columns)]),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         answered = (error.stdout or b"").count(b"\n")
@@ -75,7 +81,7 @@ def _death(done: subprocess.CompletedProcess[str]) -> str:
     return f"its reader ended with {done.returncode}: {(done.stderr.strip().splitlines() or ['no word'])[-1]}"
 
 
-def inspect(path: str, full: bool) -> dict[str, Any]:
+def inspect(path: str, columns: Sequence[str], full: bool) -> dict[str, Any]:
     """FileRecord's fields, or {"problem": sentence}. In the reader's process."""
     import pyarrow
 
@@ -86,11 +92,13 @@ def inspect(path: str, full: bool) -> dict[str, Any]:
             if problem:
                 return {"problem": f"{path} {problem}"}
             footer = _footer(file, size)
-            rows = _read(file, full)
+            rows, there = _read(file, full)
     except FileNotFoundError:
         return {"problem": f"{path} does not exist"}
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         return {"problem": f"{path} is damaged: {str(error).splitlines()[0]}"}
+    if missing := [column for column in columns if column not in there]:
+        return {"problem": f"{path} has no column {missing[0]}; it has {', '.join(there)}"}
     return FileRecord(path, rows, size, hashlib.sha256(footer).hexdigest()).to_record()
 
 
@@ -120,21 +128,23 @@ def _footer(file: IO[bytes], size: int) -> bytes:
     return file.read(length)
 
 
-def _read(file: IO[bytes], full: bool) -> int:
+def _read(file: IO[bytes], full: bool) -> tuple[int, list[str]]:
+    """(rows, names of the columns)."""
     import pyarrow.parquet
 
     parquet = pyarrow.parquet.ParquetFile(file, page_checksum_verification=full)
     if full:
         for batch in parquet.iter_batches():
             batch.validate(full=True)
-    return int(parquet.metadata.num_rows)
+    return int(parquet.metadata.num_rows), list(parquet.schema_arrow.names)
 
 
 def _main() -> None:
     full = "--full" in sys.argv[1:]
-    for path in json.load(sys.stdin):
+    files, columns = json.load(sys.stdin)
+    for path in files:
         # Flushed line by line: the first file without an answer is the one that killed its reader.
-        print(json.dumps(inspect(path, full)), flush=True)
+        print(json.dumps(inspect(path, columns, full)), flush=True)
 
 
 if __name__ == "__main__":

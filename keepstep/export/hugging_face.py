@@ -71,7 +71,7 @@ def check(folder: Path, state: dict[str, torch.Tensor], dtype: torch.dtype) -> i
 
 
 def _write(folder: Path, state: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Weights and the architecture's config in the exported precision. Tied weights stand once, under their own name."""
+    """Weights and config in the exported precision. Tied weights stand once, under their own name."""
     from safetensors.torch import save_file
     from transformers import AutoConfig
 

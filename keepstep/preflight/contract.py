@@ -109,7 +109,9 @@ def enforce(drifts: list[Drift], allow: list[str], where: str) -> list[Drift]:
     lines += [f"  {drift.field}: then {drift.then!r}, now {drift.now!r} ({drift.drift_class})" for drift in refused]
     confirmable = [drift.field for drift in refused if drift.drift_class == CONFIRM]
     if len(confirmable) == len(refused):
-        remedy = f"Set them back, or accept the change with resume.allow=[{','.join(confirmable)}] (waives exact bytes)."
+        remedy = (
+            f"Set them back, or accept the change with resume.allow=[{','.join(confirmable)}] (waives exact bytes)."
+        )
     else:
         remedy = "Set them back, or give this start a trainer.output_dir of its own."
     raise ContractError("\n".join(lines), remedy)

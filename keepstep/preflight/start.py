@@ -1,25 +1,39 @@
 """Everything that is checked before a run is touched. A refused start writes nothing into the run.
 
-Order: configuration, data, model, contract, store. The lease and the plan come after, in the trainer.
+Order: configuration, store, data, model, contract, checkpoints. The lease comes after, in the trainer.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from keepstep.checkpoint.plan import ResumePlan, plan
+from keepstep.checkpoint.verify import verify
 from keepstep.config.load import resolve_total_steps, validate
 from keepstep.config.schema import RunConfig
 from keepstep.data import record as dataset_record
 from keepstep.data.count import count_rows
+from keepstep.data.loader import REWARD_MODEL
 from keepstep.data.spec import resolve_files
-from keepstep.errors import ConfigError, ContractError, DataError, NoRoomError, StorageError, StorageRefusedError
+from keepstep.errors import (
+    CheckpointError,
+    ConfigError,
+    ContractError,
+    DataError,
+    NoRoomError,
+    StorageError,
+    StorageRefusedError,
+)
 from keepstep.platform import servers
 from keepstep.preflight import contract
 from keepstep.preflight.model import check_model, fingerprint
 from keepstep.processes import ProcessRef
 from keepstep.quickstart.make import PREFIX, made_path, make_data, make_model
+from keepstep.rewards.load import load_reward
 from keepstep.run import RunDir, read_json
 
 Record = dict[str, Any]
@@ -39,6 +53,8 @@ class Start:
     terms: dict[str, Any]
     existing: Record | None
     """run.json of the run that stands here or in the store; None: this is its first start."""
+    plan: ResumePlan
+    """Where it goes on."""
     remote: Any = None
     """The run's folder in the store (`storage.remote.RemoteRun`); None without a store or when it does not answer."""
     waived: list[contract.Drift] = field(default_factory=list)
@@ -58,12 +74,14 @@ def prepare(config: RunConfig) -> Start:
     existing, remote, notes = find_record(config, run, store)
     train_files, val_files, dataset = check_dataset(config, run, existing)
     total_steps = resolve_total_steps(config, dataset["num_rows"])
+    load_reward(config.custom_reward_function.name, config.custom_reward_function.path)
     model_fingerprint = check_run_model(config, run, existing)
     terms = contract.terms(config, model_fingerprint=model_fingerprint, total_steps=total_steps)
     waived = []
     if existing is not None:
         drifts = contract.compare(existing["contract"], terms)
         waived = contract.enforce(drifts, config.resume.allow, f"The run in {run.root}")
+    chosen = make_plan(config, run, remote, existing)
     return Start(
         config=config,
         run=run,
@@ -73,12 +91,50 @@ def prepare(config: RunConfig) -> Start:
         dataset=dataset,
         terms=terms,
         existing=existing,
+        plan=chosen,
         remote=remote,
         waived=waived,
         warnings=warnings + notes,
         environment=store.env if store else {},
-        servers=store.processes if store else [],
+        servers=servers.running(run.platform),
     )
+
+
+def make_plan(config: RunConfig, run: RunDir, remote: Any, existing: Record | None) -> ResumePlan:
+    """Where the run goes on; every candidate that is passed over is verified or named.
+
+    Raises:
+        CheckpointError: steps exist and none is usable, or the one that was asked for is not.
+    """
+    asked = config.trainer.resume_from_checkpoint
+    return plan(
+        run,
+        policy=config.resume.policy,
+        prefer_multiple=config.resume.prefer_multiple,
+        max_rewind_steps=config.resume.max_rewind_steps,
+        remote=remote,
+        expected_run_id=existing["run_id"] if existing else None,
+        only_step=asked_step(run, asked) if asked else None,
+    )
+
+
+def asked_step(run: RunDir, asked: str) -> int:
+    """The step that `trainer.resume_from_checkpoint` names: a good checkpoint of this run, nothing else.
+
+    Raises:
+        CheckpointError: with what is wrong with it.
+    """
+    folder = Path(os.path.realpath(asked))
+    found = verify(folder)
+    reason = found.reasons[0] if found.reasons else ""
+    if not reason and folder.parent != Path(os.path.realpath(run.checkpoints)):
+        reason = f"it is not one of {run.checkpoints}"
+    if reason or not found.resumable or found.step is None:
+        raise CheckpointError(
+            f"trainer.resume_from_checkpoint: {asked} cannot be resumed from: {reason or found.state}.",
+            f"See what can: keepstep plan {run.root}",
+        )
+    return found.step
 
 
 def check_dataset(config: RunConfig, run: RunDir, existing: Record | None) -> tuple[list[str], list[str], Record]:
@@ -93,7 +149,8 @@ def check_dataset(config: RunConfig, run: RunDir, existing: Record | None) -> tu
         make_data(run)
     train_files = resolve_files(config.data.train_files, run)
     val_files = resolve_files(config.data.val_files, run) if config.data.val_files else []
-    counted = count_rows([*train_files, *val_files])
+    columns = [config.data.prompt_key, config.data.reward_fn_key, REWARD_MODEL]
+    counted = count_rows([*train_files, *val_files], columns=columns)
     found = dataset_record.build(counted[: len(train_files)], counted[len(train_files) :])
     if existing is not None:
         differences = dataset_record.compare(existing["dataset"], found)

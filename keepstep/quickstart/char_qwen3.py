@@ -1,6 +1,6 @@
 """A character-level Qwen3 of 0.3 M parameters with a brief supervised warm start. Run as a process of its own:
 
-    python -m keepstep.quickstart.char_qwen3 FOLDER
+python -m keepstep.quickstart.char_qwen3 FOLDER
 """
 
 from __future__ import annotations

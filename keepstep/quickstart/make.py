@@ -39,5 +39,7 @@ def make_model(name: str, run: RunDir) -> Path:
         command = [sys.executable, "-m", "keepstep.quickstart.char_qwen3", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=MAKE_TIMEOUT_S, check=False)
         if done.returncode != 0:
-            raise ConfigError(f"Making {name} failed:\n{done.stderr.strip()[-800:]}", "Check the installation: make setup.")
+            raise ConfigError(
+                f"Making {name} failed:\n{done.stderr.strip()[-800:]}", "Check the installation: make setup."
+            )
     return folder

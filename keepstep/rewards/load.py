@@ -23,7 +23,9 @@ def load_reward(name: str, path: str | None = None) -> RewardFunction:
     return found
 
 
-def score(function: RewardFunction, data_source: str, text: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+def score(
+    function: RewardFunction, data_source: str, text: str, ground_truth: str, extra_info: dict[str, Any]
+) -> float:
     """One response's reward. A dict carries it under `score`, as in verl."""
     result = function(data_source=data_source, solution_str=text, ground_truth=ground_truth, extra_info=extra_info)
     return float(result["score"] if isinstance(result, dict) else result)
@@ -38,7 +40,9 @@ def _from_file(path: Path, name: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"custom_reward_function.path: importing {path} failed: {error!r}.", "Mend the file.") from error
+        raise ConfigError(
+            f"custom_reward_function.path: importing {path} failed: {error!r}.", "Mend the file."
+        ) from error
     return getattr(module, name, getattr(module, DEFAULT_FUNCTION, None))
 
 

@@ -52,7 +52,9 @@ class VllmEngine:
             StaleWeightsError: the engine does not hold the weights of `version`.
         """
         if self._version != version:
-            raise StaleWeightsError(f"The engine holds weights of step {self._version}, asked to sample with {version}.")
+            raise StaleWeightsError(
+                f"The engine holds weights of step {self._version}, asked to sample with {version}."
+            )
         params = [
             SamplingParams(
                 temperature=temperature, max_tokens=max_tokens, seed=request.seed, logprobs=0, detokenize=False

@@ -51,7 +51,7 @@ class HostWeightTransfer(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
 
     def receive_weights(self, update_info: HostUpdateInfo) -> None:
         # torch.tensor copies: arrays out of a shared object store are read-only.
-        self.model.load_weights((name, torch.tensor(array)) for name, array in update_info.weights.items())
+        self.model.load_weights((name, torch.tensor(array)) for name, array in update_info.weights.items())  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -33,7 +33,11 @@ def _compare(first: Any, second: Any, where: str) -> list[str]:
     if isinstance(first, torch.Tensor):
         same = first.dtype == second.dtype and first.shape == second.shape
         # Bytes, not values: 0.0 and -0.0 are equal values, and NaN is not even equal to itself.
-        same = same and first.contiguous().view(-1).view(torch.uint8).equal(second.contiguous().view(-1).view(torch.uint8)) if first.ndim else same and first.equal(second)
+        same = (
+            same and first.contiguous().view(-1).view(torch.uint8).equal(second.contiguous().view(-1).view(torch.uint8))
+            if first.ndim
+            else same and first.equal(second)
+        )
         return [] if same else [where]
     if isinstance(first, dict):
         if first.keys() != second.keys():

@@ -42,7 +42,9 @@ def test_milestone_beats_newer_step_and_does_not_loop(workspace: Path):
     driver.kill("controller")
     assert wait_until_resumed(driver, 4)["step"] == 120
     assert driver.wait(150) == 0
-    outcomes = {e["step"]: e["outcome"] for e in driver.events() if e["event"] == "checkpoint_saved" and e["attempt"] > 1}
+    outcomes = {
+        e["step"]: e["outcome"] for e in driver.events() if e["event"] == "checkpoint_saved" and e["attempt"] > 1
+    }
     assert outcomes == {130: "published"}
 
 
@@ -56,5 +58,7 @@ def test_another_multiple_is_honoured_and_replays_are_equal(workspace: Path):
     event = wait_until_resumed(driver, 2)
     assert (event["step"], event["plan"]["newest"]) == (20, 30)
     assert driver.wait(150) == 0
-    outcomes = {e["step"]: e["outcome"] for e in driver.events() if e["event"] == "checkpoint_saved" and e["attempt"] == 2}
+    outcomes = {
+        e["step"]: e["outcome"] for e in driver.events() if e["event"] == "checkpoint_saved" and e["attempt"] == 2
+    }
     assert outcomes == {25: "replayed_equal", 30: "replayed_equal", 35: "published", 36: "published"}

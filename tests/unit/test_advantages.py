@@ -8,7 +8,7 @@ from keepstep.algorithm.advantages import grpo_advantages
 
 
 def test_group_of_four_by_hand():
-    # Mean 0.5; unbiased variance ((0.5)^2 * 4) / 3 = 1/3, so the deviation is 1/sqrt(3) and the advantages +-0.5*sqrt(3).
+    # Mean 0.5; unbiased variance (4 * 0.5^2) / 3 = 1/3; deviation 1/sqrt(3); advantages +-0.5 * sqrt(3).
     found = grpo_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]], dtype=torch.float64), epsilon=0.0)
     expected = 0.5 * math.sqrt(3)
     torch.testing.assert_close(found, torch.tensor([[expected, -expected, -expected, expected]], dtype=torch.float64))

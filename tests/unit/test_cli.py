@@ -294,6 +294,8 @@ def test_flags_of_other_trainers_guides(
         (["--seed", "many"], "trainer.seed='many'"),
         (["--config", "no.yaml"], "--config no.yaml: no such file"),
         (["--s3-upload-interval", "0"], "s3.upload_interval=0"),
+        (["--dry-run", "data.train_batch_size=60"], "ppo_mini_batch_size=32"),
+        (["--dry-run", "s3.endpoint_url=https://name:hidden@store"], "s3.endpoint_url carries credentials"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "train"])
@@ -301,6 +303,12 @@ def test_refusals(command: str, arguments: list[str], part: str, capsys: pytest.
     assert main([command, *arguments]) == EXIT_USAGE
     printed = capsys.readouterr()
     assert part in printed.err and printed.out == ""
+    assert "hidden" not in printed.err
+
+
+def test_warnings_are_said_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dry-run", "trainer.save_freq=30"]) == 0
+    assert "trainer.save_freq=30 does not divide resume.prefer_multiple=100" in capsys.readouterr().err
 
 
 def test_as_a_process() -> None:

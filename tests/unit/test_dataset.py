@@ -165,11 +165,11 @@ def test_a_reader_that_is_killed_names_its_file(tmp_path: Path, monkeypatch: pyt
         "import os, signal, sys\n"
         "from keepstep.data import count\n"
         "inspect = count.inspect\n"
-        "def dying(path, full):\n"
+        "def dying(path, columns, full):\n"
         "    if path.endswith('second.parquet'):\n"
         "        sys.stdout.write('{\"pa'); sys.stdout.flush()\n"
         "        os.kill(os.getpid(), signal.SIGSEGV)\n"
-        "    return inspect(path, full)\n"
+        "    return inspect(path, columns, full)\n"
         "count.inspect = dying\n"
         "count._main()\n"
     )
