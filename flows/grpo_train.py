@@ -58,8 +58,8 @@ def grpo_train(config: str = "quickstart", overrides: dict[str, Any] = {}) -> di
         get_run_logger().info("%s is complete at step %d", settings.trainer.output_dir, done["final_step"])
         return done
     check_dataset(settings)
-    total_steps = preflight(settings)
-    plan_resume(settings)
+    total_steps, plan = preflight(settings)
+    plan_resume(plan)
     return finish(settings, train(settings, total_steps))
 
 

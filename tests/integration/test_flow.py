@@ -36,8 +36,8 @@ def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]
     import tasks.training
 
     monkeypatch.setattr(module, "check_dataset", lambda config: None)
-    monkeypatch.setattr(module, "preflight", lambda config: 40)
-    monkeypatch.setattr(module, "plan_resume", lambda config: None)
+    monkeypatch.setattr(module, "preflight", lambda config: (40, None))
+    monkeypatch.setattr(module, "plan_resume", lambda plan: None)
 
     def run(*attempts: Callable[[OnEvent, threading.Event], Event], **overrides: Any) -> Event:
         remaining = list(attempts)
