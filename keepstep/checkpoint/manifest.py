@@ -100,9 +100,11 @@ def parse(data: bytes) -> Manifest:
         raise ManifestError(f"cannot be written canonically: {error}") from error
     if sealed != data:
         raise ManifestError("`self` or the canonical form does not match: the file was changed")
-    if value.get("layout") != layout.LAYOUT or value.get("version") != layout.LAYOUT_VERSION:
+    version = value.get("version")
+    # `True` equals 1.
+    if value.get("layout") != layout.LAYOUT or type(version) is not int or version != layout.LAYOUT_VERSION:
         raise ManifestError(
-            f"layout {value.get('layout')!r} version {value.get('version')!r}, "
+            f"layout {value.get('layout')!r} version {version!r}, "
             f"this release reads {layout.LAYOUT!r} version {layout.LAYOUT_VERSION}"
         )
     return _typed(value)
@@ -116,10 +118,21 @@ def check_path(path: str) -> None:
 
 
 def _typed(value: dict[str, Any]) -> Manifest:
-    for key, kind in {"run_id": str, "attempt": int, "step": int, "world_size": int, "required": list, "files": dict,
-                      "metrics": dict}.items():  # fmt: skip
-        if not isinstance(value.get(key), kind) or isinstance(value.get(key), bool):
+    kinds = {
+        "run_id": str,
+        "attempt": int,
+        "step": int,
+        "world_size": int,
+        "required": list,
+        "files": dict,
+        "metrics": dict,
+    }
+    for key, kind in kinds.items():
+        if type(value.get(key)) is not kind:
             raise ManifestError(f"`{key}` is {type(value.get(key)).__name__}, expected {kind.__name__}")
+    for key in ("attempt", "step", "world_size"):
+        if value[key] < 0:
+            raise ManifestError(f"`{key}` is {value[key]}, expected a count")
     files: dict[str, FileDigest] = {}
     tensors: dict[str, TensorInfo] = {}
     nonfinite: dict[str, int] = {}
@@ -127,8 +140,8 @@ def _typed(value: dict[str, Any]) -> Manifest:
         check_path(path)
         files[path] = _digest(path, record)
         if "tensors" in record:
-            tensors[path], nonfinite[path] = record["tensors"], record["num_nonfinite"]
-    missing = [path for path in value["required"] if path not in files]
+            tensors[path], nonfinite[path] = _tensors(path, record)
+    missing = [path for path in value["required"] if not isinstance(path, str) or path not in files]
     if missing:
         raise ManifestError(f"required and not listed: {', '.join(map(str, missing))}")
     return Manifest(
@@ -137,11 +150,30 @@ def _typed(value: dict[str, Any]) -> Manifest:
     )  # fmt: skip
 
 
+def _tensors(path: str, record: dict[str, Any]) -> tuple[TensorInfo, int]:
+    """The file's tensors [[name, dtype, shape], …] and the number of their non-finite values."""
+    tensors, num_nonfinite = record["tensors"], record.get("num_nonfinite")
+    if type(num_nonfinite) is not int or num_nonfinite < 0:
+        raise ManifestError(f"`num_nonfinite` of {path} is {num_nonfinite!r}, expected a count")
+    if not isinstance(tensors, list) or not all(_is_tensor(entry) for entry in tensors):
+        raise ManifestError(f"`tensors` of {path} is not a list of [name, dtype, shape]")
+    return tensors, num_nonfinite
+
+
+def _is_tensor(entry: Any) -> bool:
+    if not isinstance(entry, list) or len(entry) != 3:
+        return False
+    name, dtype, shape = entry
+    is_shape = isinstance(shape, list) and all(type(length) is int and length >= 0 for length in shape)
+    return isinstance(name, str) and isinstance(dtype, str) and is_shape
+
+
 def _digest(path: str, record: Any) -> FileDigest:
     try:
         digest = FileDigest.from_record(record)
         sound = (
-            digest.size >= 0
+            type(digest.size) is int
+            and digest.size >= 0
             and digest.part_size == part_size_for(digest.size)
             and len(digest.parts) == num_parts(digest.size, digest.part_size)
             and all(len(part) == 64 and set(part) <= _HEX for part in digest.parts)

@@ -231,6 +231,8 @@ def state_problems(state: Any) -> list[str]:
     if not isinstance(rng, dict):
         return [*problems, "rng_states is missing"]
     per_rank = rng.get("per_rank", [])
+    if not isinstance(per_rank, list):
+        return [*problems, "rng_states.per_rank is not a list"]
     for where, streams in [("rng_states", rng), *((f"rng_states.per_rank[{i}]", s) for i, s in enumerate(per_rank))]:
         problems += [
             f"{where}.{name} is not base64" for name in ("python", "numpy", "torch") if not _decodes(streams, name)
