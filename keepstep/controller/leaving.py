@@ -31,10 +31,14 @@ class Leaving:
 
     def install(self, *, watch_stdin: bool) -> None:
         """Take over SIGTERM and SIGINT; watch standard input when a parent holds its other end."""
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        self.take_signals()
         if watch_stdin:
             threading.Thread(target=self._watch_stdin, name="stdin-watch", daemon=True).start()
+
+    def take_signals(self) -> None:
+        """Handle SIGTERM and SIGINT. To be called again after `ray.init`, which puts a handler of its own in place."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
 
     def check(self) -> None:
         """Raise when waiting any longer makes no sense.

@@ -36,6 +36,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
             # The data set and the tokenizer load while the workers import.
             data = loader.submit(load_data, session, session.model_files(chosen.step))
             cluster.start()
+            session.leaving.take_signals()
             supervisor = Supervisor(session.leaving.check)
             ranks, engines, saver = start_workers(session, chosen, cluster, supervisor, device)
             train_set, val_set, tokenizer = data.result(timeout=session.config.timeouts.start_s)
