@@ -2,7 +2,8 @@
 
 A folder is `verified` when its manifest parses, every listed file is a regular file with the listed size and digest,
 nothing else lies in it, and the trainer's state is complete and of the same step. A foreign folder with the right
-files but no digests is `unverified`: structurally whole, never resumed from by itself.
+files but no digests is `unverified`: structurally whole, never resumed from by itself. One that has the weights of the
+policy and lacks other files is `weights_only`: good for an export alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from keepstep.checkpoint.manifest import Manifest, ManifestError, parse
 from keepstep.checkpoint.pickle_scan import scan
 from keepstep.run import parse_step
 
-VERIFIED, UNVERIFIED, REJECTED = "verified", "unverified", "rejected"
+VERIFIED, UNVERIFIED, REJECTED, WEIGHTS_ONLY = "verified", "unverified", "rejected", "weights_only"
 
 
 @dataclass
@@ -41,7 +42,12 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        return self.state != REJECTED
+        return self.state in (VERIFIED, UNVERIFIED)
+
+    @property
+    def exportable(self) -> bool:
+        """Whether at least the weights are whole."""
+        return self.ok or self.state == WEIGHTS_ONLY
 
     @property
     def resumable(self) -> bool:
@@ -66,6 +72,8 @@ class _Findings:
     reasons: list[str] = field(default_factory=list)
     num_bytes: int = 0
     state: dict[str, Any] | None = None
+    only_missing: bool = False
+    """A foreign folder: what is there is sound, all reasons are of missing files."""
 
 
 def verify(
@@ -95,9 +103,11 @@ def verify(
         manifest = None
         step = _check_foreign(folder, expected_step, found)
         state = UNVERIFIED
+    if found.reasons:
+        state = WEIGHTS_ONLY if found.only_missing and (folder / layout.ACTOR).exists() else REJECTED
     epoch = found.state.get("epoch") if found.state else None
     return Verdict(
-        path, REJECTED if found.reasons else state, found.reasons, step, epoch if isinstance(epoch, int) else None,
+        path, state, found.reasons, step, epoch if isinstance(epoch, int) else None,
         manifest, found.num_bytes, time.monotonic() - begin,
     )  # fmt: skip
 
@@ -263,11 +273,11 @@ def _check_foreign(folder: Path, expected_step: int | None, found: _Findings) ->
     if not any((folder / name).exists() for name in layout.required_files()):
         found.reasons.append("not a checkpoint: none of " + ", ".join(layout.required_files()))
         return None
-    for name in layout.required_files():
+    missing = [name for name in layout.required_files() if not os.path.lexists(folder / name)]
+    found.reasons += [f"{name}: missing" for name in missing]
+    for name in sorted(set(layout.required_files()) - set(missing)):
         path = folder / name
-        if not path.exists() and not path.is_symlink():
-            found.reasons.append(f"{name}: missing")
-        elif not _is_regular(path) or path.stat().st_size == 0:
+        if not _is_regular(path) or path.stat().st_size == 0:
             found.reasons.append(f"{name}: empty or not a regular file")
         elif name in layout.TENSOR_FILES:
             found.num_bytes += path.stat().st_size
@@ -278,11 +288,14 @@ def _check_foreign(folder: Path, expected_step: int | None, found: _Findings) ->
             state = strict_json.loads((folder / layout.TRAINER_STATE).read_bytes())
             found.state = state if isinstance(state, dict) else None
             named = state.get("global_step") if isinstance(state, dict) else None
-            if step is not None and named != step:
-                found.reasons.append(f"{layout.TRAINER_STATE}: global_step {named}, expected {step}")
+            if not isinstance(named, int) or (step is not None and named != step):
+                found.reasons.append(
+                    f"{layout.TRAINER_STATE}: global_step {named!r}, expected {'a step' if step is None else step}"
+                )
             step = named if isinstance(named, int) else step
         except strict_json.StrictJsonError as error:
             found.reasons.append(f"{layout.TRAINER_STATE}: {error}")
+    found.only_missing = len(found.reasons) == len(missing)
     return step
 
 

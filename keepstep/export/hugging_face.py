@@ -28,8 +28,13 @@ def export(checkpoint: Path, target: Path, dtype: str = "float32") -> dict[str, 
         ConfigError: the target exists.
     """
     verdict = verify(checkpoint)
-    if not verdict.ok:
+    if not verdict.exportable:
         raise CheckpointError(f"{checkpoint} is not exported: {verdict.reasons[0]}", "Take a checkpoint that verifies.")
+    if not (checkpoint / layout.TOKENIZER_DIR / "config.json").is_file():
+        raise CheckpointError(
+            f"{checkpoint} has no {layout.TOKENIZER_DIR}/config.json, so its model is unknown.",
+            f"Put the model's configuration and tokenizer into {checkpoint / layout.TOKENIZER_DIR}.",
+        )
     if target.exists():
         raise ConfigError(f"{target} exists.", "Name a folder that does not.")
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")

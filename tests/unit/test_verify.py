@@ -172,3 +172,39 @@ def test_manifest_that_points_outside_is_rejected(run: RunDir):
 
 def test_not_a_folder(tmp_path: Path):
     assert verify(tmp_path / "nothing").reasons == ["not a folder"]
+
+
+def foreign(run: RunDir, folder: Path, *names: str) -> Path:
+    """A folder of another trainer with these files of a checkpoint."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(run.checkpoint(20) / name, folder / name)
+    return folder
+
+
+def test_weights_alone_are_called_that(run: RunDir, tmp_path: Path):
+    """C5: an export can be made of it, a resume cannot."""
+    verdict = verify(foreign(run, tmp_path / "elsewhere" / "step_20", layout.ACTOR))
+    assert verdict.state == "weights_only"
+    assert verdict.exportable and not verdict.ok and not verdict.resumable
+    assert f"{layout.OPTIMIZER}: missing" in verdict.reasons
+
+
+def test_damaged_weights_alone_are_rejected(run: RunDir, tmp_path: Path):
+    folder = foreign(run, tmp_path / "elsewhere" / "step_20", layout.ACTOR)
+    (folder / layout.ACTOR).write_bytes((folder / layout.ACTOR).read_bytes()[:-200])
+    assert verify(folder).state == "rejected"
+
+
+def test_trainer_state_alone_is_rejected(run: RunDir, tmp_path: Path):
+    """C62: it counted as resumable elsewhere."""
+    assert verify(foreign(run, tmp_path / "elsewhere" / "step_20", layout.TRAINER_STATE)).state == "rejected"
+
+
+@pytest.mark.parametrize("text", ["{}", '{"global_step": "20"}', "[]", ""])
+def test_foreign_folder_without_a_step_is_rejected(run: RunDir, tmp_path: Path, text: str):
+    """C62: an empty trainer_state.json."""
+    folder = foreign(run, tmp_path / "elsewhere" / "best", *layout.required_files())
+    assert verify(folder).state == "unverified"
+    (folder / layout.TRAINER_STATE).write_text(text)
+    assert verify(folder).state == "rejected"
