@@ -93,6 +93,8 @@ def train(config: RunConfig, total_steps: int) -> Event:
         stop.set()
         if training is not None:
             training.wait(timeout=config.retry.term_grace_s + 20.0)
+        while not events.empty() and (event := events.get()) is not None:
+            show(event)
         raise
     finally:
         stop.set()

@@ -135,8 +135,8 @@ def _supervise(platform: Path, role: str, process: subprocess.Popen[bytes], serv
     last_held = time.monotonic()
     while process.poll() is None:
         time.sleep(POLL_S)
-        if not platform.is_dir():
-            # Taking the lock would make the deleted folder anew.
+        if not _is_recorded(platform, role, server):
+            # The folder was deleted, perhaps made anew by another run: holders there are not this server's.
             end_group(server)
             return
         if live_holders(platform, role):
@@ -148,9 +148,13 @@ def _supervise(platform: Path, role: str, process: subprocess.Popen[bytes], serv
                     return
 
 
-def _end(platform: Path, role: str, server: ProcessRef) -> None:
+def _is_recorded(platform: Path, role: str, server: ProcessRef) -> bool:
     record = read_record(record_path(platform, role))
-    if record is not None and ProcessRef.from_record(record["server"]) == server:
+    return record is not None and ProcessRef.from_record(record["server"]) == server
+
+
+def _end(platform: Path, role: str, server: ProcessRef) -> None:
+    if _is_recorded(platform, role, server):
         record_path(platform, role).unlink(missing_ok=True)
     end_group(server)
 
