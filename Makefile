@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: run test lint setup clean test-unit test-integration help
+.PHONY: run test lint setup clean test-unit test-integration test-gpu exact help
 
 help:  ## what there is
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: $(STAMP)  ## the environment, from the lock
 
@@ -30,6 +30,15 @@ test-unit: setup  ## seconds
 
 test-integration: setup  ## whole tiny runs
 	$(BIN)/python -m pytest tests/integration $(ARGS)
+
+test-gpu: setup  ## on a machine with a CUDA device
+	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
+
+exact-%: setup  ## one kill by itself: rank, engine, controller, writer, flow, epoch_end, everything, store
+	$(BIN)/python -m pytest tests/integration/test_single_kills.py -m long -k "test_kill[$*]" $(ARGS)
+
+exact: setup  ## all single kills, some fifteen minutes
+	$(BIN)/python -m pytest tests/integration/test_single_kills.py -m long $(ARGS)
 
 lint: setup  ## ruff, import rules, types
 	$(BIN)/ruff check .

@@ -68,7 +68,8 @@ def judge(
     if not alive(ProcessRef("controller", owner["pid"], owner["start_time"], host)):
         return Claim("dead", f"attempt {number}'s process {owner['pid']} is gone")
     flows = [ProcessRef.from_record(process) for process in record["processes"] if process["role"] == "flow"]
-    if flows and not any(alive(flow) for flow in flows):
+    # A flow on another host cannot be looked at from here: it counts as alive as long as its trainer does.
+    if flows and all(flow.host == host and not alive(flow) for flow in flows):
         return Claim("orphan", f"attempt {number}'s trainer {owner['pid']} outlived its flow {flows[0].pid}")
     return Claim("held", f"attempt {number} runs on this host as process {owner['pid']}")
 

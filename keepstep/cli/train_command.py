@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 from typing import Any
 
 from keepstep.config.load import load, to_yaml, validate
@@ -38,9 +39,11 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
     from keepstep.cli.progress import ProgressPrinter
     from keepstep.controller.session import run_attempt
 
-    flow_pid = os.environ.get(launch.FLOW_VARIABLE) if args.from_env else None
-    flow = ProcessRef.of(int(flow_pid), "flow") if flow_pid else None
+    flow = ProcessRef.from_record(json.loads(os.environ[launch.FLOW_VARIABLE])) if args.from_env else None
     listener = _print_event if args.events_stdout else ProgressPrinter()
+    if config.ray.address and not args.from_env:
+        launch.run_trainer(config, listener, threading.Event())
+        return EXIT_DONE
     try:
         run_attempt(config, flow=flow, listeners=[listener], watch_stdin=args.watch_stdin)
     except KeepstepError as error:

@@ -102,6 +102,8 @@ def validate(config: RunConfig) -> list[str]:
             f"s3.embedded=true starts a server of its own, but s3.endpoint_url={config.s3.endpoint_url} names another: "
             "set s3.embedded=false or leave the endpoint out"
         )
+    if config.trainer.debug:
+        problems.append("trainer.debug=True is reserved and not there yet: use a small trainer.total_training_steps")
     if problems:
         raise ConfigError("Settings that do not go together:\n  " + "\n  ".join(problems))
     return _warnings(config)

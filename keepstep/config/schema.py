@@ -172,7 +172,7 @@ class TrainerConfig(Section):
     seed: int = 42
     """The one seed: data order, sampling, initialisation."""
     debug: bool = False
-    """One step from the chosen checkpoint, written nowhere."""
+    """Reserved: one step from the chosen checkpoint, written nowhere."""
 
 
 class CheckpointConfig(Section):

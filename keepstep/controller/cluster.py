@@ -27,6 +27,8 @@ LOCAL_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 NUM_ENGINES = 1
+GPU_SHARE = 0.5
+"""Of a GPU, in Ray's books: a rank and an engine share one."""
 
 
 def temp_dir(run: RunDir, attempt: int) -> Path:
@@ -68,12 +70,14 @@ class Cluster:
         self.record_services()
 
     def rank(self, spec: Any, environment: dict[str, str]) -> Any:
-        return self._actor(RankWorker, environment, gpus=1).remote(spec)
+        return self._actor(RankWorker, environment, gpus=GPU_SHARE).remote(spec)
 
     def engine(self, index: int, model_dir: str, max_model_len: int) -> Any:
         rollout = self._config.actor_rollout_ref.rollout
         environment = engine_environment(rollout, self._device, index)
-        return self._actor(EngineWorker, environment, gpus=1).remote(model_dir, rollout, max_model_len, self._device)
+        return self._actor(EngineWorker, environment, gpus=GPU_SHARE).remote(
+            model_dir, rollout, max_model_len, self._device
+        )
 
     def writer(self) -> Any:
         return self._actor(WriterWorker, {"OMP_NUM_THREADS": "1"}, gpus=0).remote()
@@ -99,7 +103,7 @@ class Cluster:
         if self._local:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
 
-    def _actor(self, worker: type[Worker], environment: dict[str, str], gpus: int) -> Any:
+    def _actor(self, worker: type[Worker], environment: dict[str, str], gpus: float) -> Any:
         num_gpus = gpus if self._device == "cuda" else 0
         return ray.remote(worker).options(
             num_cpus=1, num_gpus=num_gpus, max_restarts=0, runtime_env={"env_vars": environment}

@@ -23,11 +23,12 @@ from typing import IO, Any
 
 from keepstep import attempts, errors
 from keepstep.config.schema import RunConfig
+from keepstep.processes import ProcessRef
 from keepstep.run import RunDir
 
 EVENT_PREFIX = "KEEPSTEP_EVENT "
 CONFIG_VARIABLE = "KEEPSTEP_CONFIG_JSON"
-FLOW_VARIABLE = "KEEPSTEP_FLOW_PID"
+FLOW_VARIABLE = "KEEPSTEP_FLOW_PROCESS"
 TERMINAL_EVENTS = ("finished", "failed", "preempted", "fenced")
 POLL_S = 0.2
 
@@ -71,7 +72,7 @@ def terminal_event(error: errors.KeepstepError) -> Event:
 
 
 def _run_child(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Event:
-    environment = os.environ | {CONFIG_VARIABLE: config.model_dump_json(), FLOW_VARIABLE: str(os.getpid())}
+    environment = os.environ | _variables(config)
     process = subprocess.Popen(
         [sys.executable, "-m", "keepstep.cli.main", "train", "--from-env", "--events-stdout", "--watch-stdin"],
         stdin=subprocess.PIPE,
@@ -89,6 +90,14 @@ def _run_child(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> E
         status = process.wait(timeout=60)
     _end_leftovers(config, process.pid)
     return last or _lost(f"the trainer's process {process.pid} ended with {status}", tail)
+
+
+def _variables(config: RunConfig) -> dict[str, str]:
+    """What the trainer must know: its configuration, and whose child it is."""
+    return {
+        CONFIG_VARIABLE: config.model_dump_json(),
+        FLOW_VARIABLE: json.dumps(ProcessRef.current("flow").to_record()),
+    }
 
 
 def _pass_on_stop(process: subprocess.Popen[str], stop: threading.Event, grace_s: float) -> None:
@@ -117,7 +126,7 @@ def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Eve
     client = JobSubmissionClient(config.ray.address)
     job = client.submit_job(
         entrypoint="python -m keepstep.cli.main train --from-env --events-stdout",
-        runtime_env={"env_vars": {CONFIG_VARIABLE: config.model_dump_json()}},
+        runtime_env={"env_vars": _variables(config)},
     )
     over = threading.Event()
 

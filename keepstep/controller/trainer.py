@@ -79,7 +79,7 @@ class Trainer:
             if self._due(self.config.trainer.test_freq):
                 metrics |= self.validate()
             self.report(metrics, begin)
-            if self._due(self.config.trainer.save_freq) or self.state.global_step == self.total_steps:
+            if self.save_due():
                 self.save()
             if self.parts.heed():
                 break
@@ -197,6 +197,11 @@ class Trainer:
         timings = {f"timing_s/{name}": value for name, value in self._timings.items()}
         self._timings = {}
         self.parts.report(self.state.global_step, metrics | timings | {"timing_s/step": time.monotonic() - begin})
+
+    def save_due(self) -> bool:
+        """Every `save_freq` steps, at the end, and again after a save that failed its verification."""
+        last = self.state.global_step == self.total_steps
+        return last or self.parts.saver.wanted or self._due(self.config.trainer.save_freq)
 
     def save(self) -> None:
         """Hand a snapshot of the state to the saver; it writes, verifies and publishes behind the loop."""

@@ -32,6 +32,8 @@ class VllmEngine:
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_prefix_caching=False,
             disable_log_stats=True,
+            # Log-probs of the distribution that is sampled from, after the temperature, as the trainer computes them.
+            logprobs_mode="processed_logprobs",
             seed=0,
             weight_transfer_config={"backend": weight_transfer.BACKEND},
         )

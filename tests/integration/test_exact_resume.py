@@ -74,7 +74,10 @@ def test_killed_run_ends_with_the_same_bytes(workspace: Path, reference: Driver)
     assert wait_until_gone(hit.all_processes()) == []
     hit.history = hit.events()
     shutil.rmtree(hit.run.root)
+    made_model = hit.run.platform / "made" / "char-qwen3"
+    shutil.rmtree(made_model)
     assert hit.run_to_end() == 0, hit.tail()
+    assert not made_model.exists(), "the model was made again instead of taken from the run"
     assert min(resumed_steps(hit).values()) == 20
     assert any(e["event"] == "checkpoint_downloaded" for e in hit.events())
 

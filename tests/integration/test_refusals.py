@@ -77,7 +77,7 @@ def test_empty_truncated_and_foreign_parquet(tmp_path: Path, data: Path):
     empty.touch()
     truncated.write_bytes((data / "train.parquet").read_bytes()[:-64])
     foreign.write_text("a,b\n1,2\n" * 50)
-    for path, text in ((empty, "0 bytes"), (truncated, "truncated"), (foreign, "not a parquet file")):
+    for path, text in ((empty, "is 0 bytes"), (truncated, "is truncated"), (foreign, "is not parquet")):
         refused(train(tmp_path / "run", f"data.train_files={path}"), 4, str(path), text)
     assert not (tmp_path / "run").exists()
 
@@ -125,15 +125,15 @@ def test_drift_is_refused_and_nothing_is_written(finished: Path, override: str, 
 
 
 def test_other_data_is_refused_with_both_counts(finished: Path, data: Path, tmp_path: Path):
-    """C2, C16: another number of rows, and the same number with other rows."""
+    """C2, C16: another number of rows, and the same number of rows with other content."""
     table = pyarrow.parquet.read_table(data / "train.parquet")
     fewer, other = tmp_path / "fewer.parquet", tmp_path / "other.parquet"
     pyarrow.parquet.write_table(table.slice(0, 600), fewer)
     pyarrow.parquet.write_table(table.take(list(reversed(range(640)))), other)
     before = snapshot(finished)
     common = ["trainer.total_training_steps=44", "trainer.save_freq=5"]
-    refused(train(finished, *common, f"data.train_files={fewer}"), 4, str(fewer), "600 rows", "640")
-    refused(train(finished, *common, f"data.train_files={other}"), 4, str(other), "other content")
+    refused(train(finished, *common, f"data.train_files={fewer}"), 4, str(fewer), "640 rows expected, 600 found")
+    refused(train(finished, *common, f"data.train_files={other}"), 4, str(other), "expected", "found")
     assert snapshot(finished) == before
 
 

@@ -1,0 +1,92 @@
+"""The vLLM engine against transformers, after real weight updates: tied and untied heads, two temperatures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keepstep.config.schema import RolloutConfig
+from keepstep.rollout.environment import engine_environment
+
+pytestmark = pytest.mark.integration
+
+# A process of its own: vLLM reads its environment on import and keeps what it starts.
+SCRIPT = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+from keepstep.config.schema import RolloutConfig
+from keepstep.errors import StaleWeightsError
+from keepstep.quickstart.char_qwen3 import build_model, build_tokenizer
+from keepstep.rollout.types import Request
+from keepstep.rollout.vllm_engine import VllmEngine
+
+folder, tied, temperature = sys.argv[1], sys.argv[2] == "tied", float(sys.argv[3])
+torch.manual_seed(0)
+tokenizer = build_tokenizer()
+model = build_model(tokenizer)
+if not tied:
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.05)
+model.save_pretrained(folder)
+tokenizer.save_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+names = dict(model.named_parameters()).keys()
+engine = VllmEngine(folder, RolloutConfig(), max_model_len=24, device="cpu")
+requests = [Request(tokenizer.encode(f"{a}+{b}="), 1000 * a + b) for a in range(4) for b in range(4)]
+
+def ask(version):
+    return engine.generate(requests, version=version, max_tokens=8, temperature=temperature)
+
+def refuses(version):
+    try:
+        ask(version)
+    except StaleWeightsError:
+        return True
+    return False
+
+report = {"num_names": len(names), "refused_without_weights": refuses(0), "gaps": [], "moves": []}
+previous = None
+for version in range(3):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    engine.update_weights({name: value.detach().numpy() for name, value in model.named_parameters()}, version)
+    answers = ask(version)
+    assert ask(version) == answers
+    gap = move = 0.0
+    for request, answer in zip(requests, answers):
+        tokens = torch.tensor([[*request.prompt_ids, *answer.token_ids]])
+        with torch.no_grad():
+            expected = (model(tokens).logits / temperature).log_softmax(-1)[0]
+        for index, (token, log_prob) in enumerate(zip(answer.token_ids, answer.log_probs)):
+            gap = max(gap, abs(expected[len(request.prompt_ids) - 1 + index, token].item() - log_prob))
+    report["gaps"].append(gap)
+    if previous is not None:
+        report["moves"].append([a.token_ids for a in answers] != [a.token_ids for a in previous])
+    previous = answers
+report["refused_stale"] = refuses(99)
+print("REPORT " + json.dumps(report))
+"""
+
+
+@pytest.mark.parametrize(("head", "temperature"), [("tied", 1.0), ("untied", 0.7)])
+def test_engine_samples_from_the_weights_it_was_given(tmp_path: Path, head: str, temperature: float):
+    """C109: no rollout without confirmed weights; after an update every log-prob is the trainer's, the head's too."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "model"), head, str(temperature)],
+        capture_output=True, text=True, timeout=300, env=os.environ | engine_environment(RolloutConfig(), "cpu", 0),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    report = json.loads(line.removeprefix("REPORT "))
+    assert report["num_names"] == (24 if head == "tied" else 25)
+    assert report["refused_without_weights"] and report["refused_stale"]
+    # Stale weights show as 1e-1 and more; float32 rounding stays below 1e-5.
+    assert max(report["gaps"]) < 2e-5
+    assert all(report["moves"])

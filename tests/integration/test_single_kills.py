@@ -1,0 +1,91 @@
+"""Each kind of kill by itself, byte-identical: `make exact-<scenario>`. CI runs them as one sequence."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.compare import differences
+from tests.integration.conftest import OVERRIDES, TOTAL_STEPS
+from tests.integration.driver import Driver, wait_until_gone
+from tests.integration.test_exact_resume import kill_writer_during_a_save
+
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+
+def rank(driver: Driver) -> None:
+    driver.wait_for_step(13)
+    driver.kill("rank", 1)
+
+
+def first_rank(driver: Driver) -> None:
+    driver.wait_for_step(13)
+    driver.kill("rank", 0)
+
+
+def engine(driver: Driver) -> None:
+    driver.wait_for_step(13)
+    driver.kill("engine")
+
+
+def controller(driver: Driver) -> None:
+    driver.wait_for_step(13)
+    driver.kill("controller")
+
+
+def writer(driver: Driver) -> None:
+    driver.wait_for_step(13)
+    kill_writer_during_a_save(driver)
+
+
+def flow(driver: Driver) -> None:
+    driver.wait_for_step(13)
+    driver.kill_command()
+    assert wait_until_gone(driver.all_processes()) == []
+    driver.start()
+
+
+def epoch_end(driver: Driver) -> None:
+    """Right after the checkpoint that lies on an epoch's end."""
+    driver.wait_for("step 20 is verified", lambda events: ("checkpoint_verified", 20) in kinds(events))
+    driver.kill("rank", 0)
+
+
+def everything(driver: Driver) -> None:
+    """A node that loses power: nothing gets to clean up."""
+    driver.wait_for_step(13)
+    driver.kill_command()
+    for ref in driver.processes():
+        if ref.alive() and ref.role not in ("object-store", "prefect-server"):
+            driver.kill(ref.role)
+    driver.start()
+
+
+def store(driver: Driver) -> None:
+    driver.wait_for("step 20 is in the store", lambda _: driver.run.upload(20).exists())
+    driver.kill_command()
+    assert wait_until_gone(driver.all_processes()) == []
+    driver.history = driver.events()
+    shutil.rmtree(driver.run.root)
+    driver.start()
+
+
+def kinds(events: list[dict]) -> set[tuple[str, int | None]]:
+    return {(event["event"], event.get("step")) for event in events}
+
+
+SCENARIOS = [rank, first_rank, engine, controller, writer, flow, epoch_end, everything, store]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_kill(workspace: Path, reference: Driver, scenario: Callable[[Driver], None]):
+    hit = Driver(workspace / scenario.__name__, OVERRIDES)
+    hit.start()
+    scenario(hit)
+    assert hit.wait(240) == 0, hit.tail()
+    assert differences(hit.run.checkpoint(TOTAL_STEPS), reference.run.checkpoint(TOTAL_STEPS)) == []
+    assert hit.rewards() == reference.rewards()
+    assert wait_until_gone(hit.all_processes()) == []
