@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from keepstep.config.schema import RunConfig
 from keepstep.errors import CheckpointError, StorageError
+from tasks.artifacts import publish
 
 Result = dict[str, Any]
 
@@ -23,7 +23,7 @@ def finish(config: RunConfig, result: Result) -> Result:
         StorageError: the store has not confirmed the last step.
     """
     check_result(config, result)
-    create_markdown_artifact(summary(config, result), key="run-summary", description="How the run ended")
+    publish(summary(config, result), key="run-summary", description="How the run ended")
     return result
 
 

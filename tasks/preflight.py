@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from prefect import task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from keepstep.checkpoint.plan import ResumePlan
 from keepstep.config.schema import RunConfig
 from keepstep.preflight.start import prepare
+from tasks.artifacts import publish
 
 
 @task(cache_policy=NO_CACHE)
@@ -27,7 +27,7 @@ def preflight(config: RunConfig) -> tuple[int, ResumePlan]:
         *(f"- accepted change: `{drift.field}`" for drift in found.waived),
         *(f"- warning: {warning}" for warning in found.warnings),
     ]
-    create_markdown_artifact("\n".join(lines), key="preflight", description="What was checked before the start")
+    publish("\n".join(lines), key="preflight", description="What was checked before the start")
     if found.remote:
         found.remote.close()
     return found.total_steps, found.plan

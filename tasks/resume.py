@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from prefect import task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from keepstep.checkpoint.plan import ResumePlan
+from tasks.artifacts import publish
 
 
 @task(cache_policy=NO_CACHE)
@@ -19,7 +19,7 @@ def plan_resume(plan: ResumePlan) -> int | None:
     sentences = plan.describe()
     for sentence in sentences:
         get_run_logger().info(sentence)
-    create_markdown_artifact(
+    publish(
         "\n".join(f"- {sentence}" for sentence in sentences),
         key="resume-plan",
         description="Every checkpoint that was looked at, the one that was chosen, and why",

@@ -16,8 +16,10 @@ from typing import Any
 
 from keepstep.cli.train_command import is_complete, warn
 from keepstep.config.load import load, to_yaml
-from keepstep.errors import EXIT_DONE, ConfigError, Preempted
+from keepstep.config.schema import RunConfig
+from keepstep.errors import EXIT_DONE, ConfigError, KeepstepError, Preempted
 from keepstep.platform import servers
+from keepstep.preflight.complete import complete_result
 from keepstep.processes import ProcessRef
 from keepstep.run import PLATFORM_DIR, RunDir, read_json
 
@@ -28,6 +30,7 @@ PREFECT_DEFAULTS = {
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     # The terminal shows progress and one message per error; the page shows the logs.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "PREFECT_LOGGING_HANDLERS_DEBUG_LEVEL": "CRITICAL",
     "DO_NOT_TRACK": "1",
 }
 
@@ -44,7 +47,7 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
     run = RunDir.at(config.trainer.output_dir)
     os.environ.update({key: value for key, value in PREFECT_DEFAULTS.items() if key not in os.environ})
     _connect_prefect(run)
-    result = _run_flow(args.config, overrides)
+    result = _run_flow(config, flow_parameters(args.config, overrides))
     print(summary(run, result))
     return EXIT_DONE
 
@@ -76,14 +79,23 @@ def _connect_prefect(run: RunDir) -> None:
     print(f"Prefect page: {info.url}", file=sys.stderr, flush=True)
 
 
-def _run_flow(config: str | None, overrides: list[str]) -> dict[str, Any]:
+def _run_flow(config: RunConfig, parameters: dict[str, Any]) -> dict[str, Any]:
     from flows.grpo_train import grpo_train
 
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return grpo_train(**flow_parameters(config, overrides))
+        return grpo_train(**parameters)
     except KeyboardInterrupt:
         raise Preempted("Asked to leave.", "The same command goes on where this one stopped.") from None
+    except KeepstepError:
+        raise
+    except Exception as error:
+        # What counts is the run's own record: Prefect may be away when it is to be told of the end.
+        result = complete_result(config)
+        if result is None:
+            raise
+        print(f"Prefect was not told of the end ({type(error).__name__}); the run is complete.", file=sys.stderr)
+        return result
 
 
 def flow_parameters(config: str | None, overrides: list[str]) -> dict[str, Any]:

@@ -5,7 +5,8 @@
 A run may die by SIGKILL at any moment and must not leave servers behind, and two runs in one parent folder share a
 server. So neither run owns it: each puts a holder file (itself as a `ProcessRef`) under `holders/<role>/`, and this
 process, which belongs to none of them, watches the holders and ends the server's process group `GRACE_S` after the
-last one is gone. The environment of the server (credentials) is inherited, never written down.
+last one is gone. A server that ends while it is held is started again under its address, at most `MAX_RESTARTS` times.
+The environment of the server (credentials) is inherited, never written down.
 
 Start and end exclude each other by a lock on `<role>.lock`, so a run that arrives while the server is being ended
 waits and then starts a new one.
@@ -30,6 +31,7 @@ from keepstep.run import read_json, write_json
 POLL_S = 0.5
 GRACE_S = 3.0
 TERM_S = 4.0
+MAX_RESTARTS = 5
 
 Record = dict[str, Any]
 
@@ -116,47 +118,67 @@ def _signal_group(leader_pid: int, number: int) -> None:
         pass
 
 
-def _start(platform: Path, role: str, url: str, command: list[str]) -> tuple[subprocess.Popen[bytes], ProcessRef]:
-    log = log_path(platform, role)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    server = ProcessRef.of(process.pid, role)
-    if server is None:
-        raise SystemExit(f"{command[0]} ended at once with exit code {process.wait()}")
-    guard = ProcessRef.current(role)
-    write_record(record_path(platform, role), url=url, server=server.to_record(), guard=guard.to_record(), log=str(log))
-    return process, server
+class Guard:
+    """The server that this process looks after."""
 
+    def __init__(self, platform: Path, role: str, url: str, command: list[str]) -> None:
+        self._platform, self._role, self._url, self._command = platform, role, url, command
+        self._process, self._server = self._start()
 
-def _supervise(platform: Path, role: str, process: subprocess.Popen[bytes], server: ProcessRef) -> None:
-    last_held = time.monotonic()
-    while process.poll() is None:
-        time.sleep(POLL_S)
-        if not _is_recorded(platform, role, server):
-            # The folder was deleted, perhaps made anew by another run: holders there are not this server's.
-            end_group(server)
-            return
-        if live_holders(platform, role):
-            last_held = time.monotonic()
-        elif time.monotonic() - last_held >= GRACE_S:
-            with start_lock(platform, role, timeout_s=0) as locked:
-                if locked and not live_holders(platform, role):
-                    _end(platform, role, server)
+    def supervise(self) -> None:
+        """Return when the server has ended for good: nobody holds it, or it ends again and again."""
+        last_held = time.monotonic()
+        num_restarts = 0
+        while True:
+            time.sleep(POLL_S)
+            if not self._is_recorded():
+                # The folder was deleted, perhaps made anew by another run: holders there are not this server's.
+                end_group(self._server)
+                return
+            if live_holders(self._platform, self._role):
+                last_held = time.monotonic()
+            elif time.monotonic() - last_held >= GRACE_S and self._end_unless_held():
+                return
+            if self._process.poll() is not None:
+                if num_restarts == MAX_RESTARTS:
                     return
+                # A run that holds it knows its address, so it comes back under the same one.
+                self._process, self._server = self._start()
+                num_restarts += 1
 
+    def end(self) -> None:
+        if self._is_recorded():
+            record_path(self._platform, self._role).unlink(missing_ok=True)
+        end_group(self._server)
 
-def _is_recorded(platform: Path, role: str, server: ProcessRef) -> bool:
-    record = read_record(record_path(platform, role))
-    return record is not None and ProcessRef.from_record(record["server"]) == server
+    def _start(self) -> tuple[subprocess.Popen[bytes], ProcessRef]:
+        log = log_path(self._platform, self._role)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            )
+        server = ProcessRef.of(process.pid, self._role)
+        if server is None:
+            raise SystemExit(f"{self._command[0]} ended at once with exit code {process.wait()}")
+        write_record(
+            record_path(self._platform, self._role),
+            url=self._url,
+            server=server.to_record(),
+            guard=ProcessRef.current(self._role).to_record(),
+        )
+        return process, server
 
+    def _end_unless_held(self) -> bool:
+        with start_lock(self._platform, self._role, timeout_s=0) as locked:
+            if not locked or live_holders(self._platform, self._role):
+                return False
+            self.end()
+            return True
 
-def _end(platform: Path, role: str, server: ProcessRef) -> None:
-    if _is_recorded(platform, role, server):
-        record_path(platform, role).unlink(missing_ok=True)
-    end_group(server)
+    def _is_recorded(self) -> bool:
+        record = read_record(record_path(self._platform, self._role))
+        return record is not None and ProcessRef.from_record(record["server"]) == self._server
 
 
 def main(arguments: list[str]) -> int:
@@ -166,15 +188,15 @@ def main(arguments: list[str]) -> int:
         # The starter waits for this parent alone: the guard itself must be nobody's child, or it stays a zombie there.
         return 0
     os.setsid()
-    process, server = _start(Path(platform), role, url, command)
+    guard = Guard(Path(platform), role, url, command)
 
     def leave(_number: int, _frame: object) -> None:
-        _end(Path(platform), role, server)
+        guard.end()
         os._exit(0)
 
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _supervise(Path(platform), role, process, server)
+    guard.supervise()
     return 0
 
 

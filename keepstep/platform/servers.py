@@ -40,6 +40,7 @@ BUCKET = "keepstep"
 REGION = "us-east-1"
 OBJECT_STORE_START_S = 60.0
 PREFECT_START_S = 180.0
+RESTART_S = 30.0
 
 # SeaweedFS finds its admin server's gRPC port at this distance, whatever it is told.
 SEAWEED_GRPC_OFFSET = 10000
@@ -174,9 +175,10 @@ def _start_or_reuse(
         try:
             record = guard.read_record(record_path)
             if record is not None:
-                alive = all(ref.alive() for ref in _processes(record))
-                if alive and _within(5.0, ready, record["url"]):
-                    return record["url"], _processes(record)
+                # A server that ended a moment ago is on its way back under the same address.
+                guarded = ProcessRef.from_record(record["guard"]).alive()
+                if guarded and _within(RESTART_S, ready, record["url"]):
+                    return record["url"], _processes(guard.read_record(record_path) or record)
                 terminate([ProcessRef.from_record(record["guard"])], grace_s=guard.TERM_S + 1.0)
                 guard.end_group(ProcessRef.from_record(record["server"]))
             return _start(platform, role, command, ready, env, timeout_s)

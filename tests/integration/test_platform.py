@@ -81,6 +81,18 @@ def test_store_is_shared_survives_one_holder_and_ends_with_the_last(tmp_path: Pa
     assert connect(restarted).cat("keepstep/some/key") == b"kept"
 
 
+def test_server_that_dies_while_held_comes_back_under_its_address(tmp_path: Path, new_holder) -> None:
+    platform = tmp_path / ".keepstep"
+    info = servers.object_store(platform, new_holder())
+    connect(info).pipe("keepstep/some/key", b"kept")
+    os.kill(info.processes[0].pid, signal.SIGKILL)
+    again = servers.object_store(platform, new_holder())
+    assert again.url == info.url
+    assert again.processes[0].pid != info.processes[0].pid
+    assert again.processes[1] == info.processes[1]
+    assert connect(info).cat("keepstep/some/key") == b"kept"
+
+
 def test_server_without_its_guard_is_replaced_at_the_next_start(tmp_path: Path, new_holder) -> None:
     platform = tmp_path / ".keepstep"
     info = servers.object_store(platform, new_holder())
