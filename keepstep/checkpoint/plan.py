@@ -5,9 +5,11 @@ The plan changes nothing. It never trusts `latest`, and it never answers "step 0
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from keepstep.checkpoint.history import uploaded_steps, verified_steps
 from keepstep.checkpoint.select import Candidate, order
 from keepstep.checkpoint.verify import Verdict, verify
 from keepstep.errors import CheckpointError
@@ -66,14 +68,16 @@ def plan(
     remote: RemoteIndex | None = None,
     expected_run_id: str | None = None,
     only_step: int | None = None,
+    passed_over: Sequence[Rejection] = (),
 ) -> ResumePlan:
     """Decide where the run goes on.
 
     Args:
         only_step: consider this step alone (it was named on the command line).
+        passed_over: candidates that verified and turned out to be unusable when they were fetched.
 
     Raises:
-        CheckpointError: step folders exist and none of them is usable; the message has every reason.
+        CheckpointError: steps exist, or the run has verified some, and none is usable; the message has every reason.
         StorageError: the store stopped answering half-way.
     """
     candidates = [Candidate(step, "local") for step in run.steps()]
@@ -84,15 +88,16 @@ def plan(
     ordered = order(
         candidates, policy=policy, prefer_multiple=prefer_multiple, max_rewind_steps=max_rewind_steps, stuck_at=stuck_at
     )
-    found = ResumePlan(candidates=[candidate for candidate, _ in ordered])
+    known_bad = {(rejection.step, rejection.source) for rejection in passed_over}
+    ordered = [entry for entry in ordered if (entry[0].step, entry[0].source) not in known_bad]
+    found = ResumePlan(candidates=[candidate for candidate, _ in ordered], rejections=list(passed_over))
     usable: dict[Candidate, bool] = {}
     for candidate, reason in ordered:
         verdict = _verify(run, candidate, remote, expected_run_id)
         usable[candidate] = verdict.resumable
         if not verdict.resumable:
-            found.rejections.append(
-                Rejection(candidate.step, candidate.source, "; ".join(verdict.reasons) or verdict.state)
-            )
+            reasons = "; ".join(verdict.reasons) or verdict.state
+            found.rejections.append(Rejection(candidate.step, candidate.source, reasons))
             continue
         found.step, found.source, found.reason = candidate.step, candidate.source, reason
         found.newest = max(step for step in (c.step for c in candidates if usable.get(c, True)))
@@ -105,6 +110,12 @@ def plan(
         raise CheckpointError(
             f"{run.root} has {len(candidates)} checkpoints and none can be resumed from:\n{reasons}",
             "Bring a good one back, or start a new run in another trainer.output_dir; this one is not started over.",
+        )
+    saved = sorted({*verified_steps(run), *uploaded_steps(run)})
+    if saved:
+        raise CheckpointError(
+            f"{run.root} has saved step {saved[-1]}, and neither the folder nor the store has a checkpoint now.",
+            "Bring one back, or start a new run in another trainer.output_dir; this one is not started over.",
         )
     return found
 

@@ -44,10 +44,16 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
     if config.ray.address and not args.from_env:
         launch.run_trainer(config, listener, threading.Event())
         return EXIT_DONE
+    told: list[str] = []
     try:
-        run_attempt(config, flow=flow, listeners=[listener], watch_stdin=args.watch_stdin)
+        run_attempt(
+            config,
+            flow=flow,
+            listeners=[listener, lambda event: told.append(event["event"])],
+            watch_stdin=args.watch_stdin,
+        )
     except KeepstepError as error:
-        if args.events_stdout:
+        if args.events_stdout and not set(told) & set(launch.TERMINAL_EVENTS):
             _print_event(launch.terminal_event(error))
         raise
     return EXIT_DONE

@@ -31,6 +31,7 @@ CONFIG_VARIABLE = "KEEPSTEP_CONFIG_JSON"
 FLOW_VARIABLE = "KEEPSTEP_FLOW_PROCESS"
 TERMINAL_EVENTS = ("finished", "failed", "preempted", "fenced")
 POLL_S = 0.2
+JOB_POLL_S = 1.0
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
@@ -121,13 +122,9 @@ def _end_leftovers(config: RunConfig, pid: int) -> None:
 
 
 def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Event:
-    from ray.job_submission import JobStatus, JobSubmissionClient
+    from ray.job_submission import JobStatus
 
-    client = JobSubmissionClient(config.ray.address)
-    job = client.submit_job(
-        entrypoint="python -m keepstep.cli.main train --from-env --events-stdout",
-        runtime_env={"env_vars": _variables(config)},
-    )
+    client, job = _submit_job(config)
     over = threading.Event()
 
     def pass_on_stop() -> None:
@@ -147,6 +144,33 @@ def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Eve
     return last or _lost(f"Ray job {job} ended as {status}", tail)
 
 
+def _submit_job(config: RunConfig) -> tuple[Any, str]:
+    """(client, job id) once the cluster takes the job: one that has just started has no agent for it yet.
+
+    Raises:
+        NoProgressError: the cluster did not take it within `timeouts.start_s`.
+    """
+    from ray.job_submission import JobSubmissionClient
+
+    address = config.ray.address
+    deadline = time.monotonic() + config.timeouts.start_s
+    while True:
+        try:
+            client = JobSubmissionClient(address)
+            return client, client.submit_job(
+                entrypoint="python -m keepstep.cli.main train --from-env --events-stdout",
+                runtime_env={"env_vars": _variables(config)},
+            )
+        except (ConnectionError, RuntimeError) as error:
+            if time.monotonic() > deadline:
+                reason = str(error).strip().splitlines()[-1]
+                raise errors.NoProgressError(
+                    f"ray.address={address} took no job within {config.timeouts.start_s:.0f} s: {reason}",
+                    "Give the address of the cluster's job server (http://head:8265), or leave ray.address out.",
+                ) from error
+            time.sleep(JOB_POLL_S)
+
+
 def _job_lines(client: Any, job: str) -> Iterator[str]:
     """Lines of a job's log as they come. The client's own tail is a coroutine; polling its text needs no event loop."""
     position = 0
@@ -158,7 +182,7 @@ def _job_lines(client: Any, job: str) -> Iterator[str]:
         position = end
         if over:
             return
-        time.sleep(POLL_S)
+        time.sleep(JOB_POLL_S)
 
 
 def _follow(lines: Iterable[str] | IO[str], on_event: OnEvent) -> tuple[Event | None, list[str]]:

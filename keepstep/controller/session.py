@@ -14,7 +14,7 @@ import keepstep
 from keepstep import reaper
 from keepstep.attempts import Attempt, end_attempt
 from keepstep.checkpoint import layout
-from keepstep.checkpoint.plan import ResumePlan
+from keepstep.checkpoint.plan import Rejection, ResumePlan
 from keepstep.checkpoint.publish import quarantine, sweep_temporaries
 from keepstep.config.load import to_yaml
 from keepstep.config.schema import RunConfig
@@ -22,14 +22,15 @@ from keepstep.controller.finishing import finish, pending_uploads
 from keepstep.controller.leaving import Leaving
 from keepstep.controller.reporting import log_config, logger, open_log
 from keepstep.controller.uploader import Uploader
-from keepstep.errors import BugError, KeepstepError, Preempted
+from keepstep.errors import BugError, CheckpointError, KeepstepError, Preempted
 from keepstep.events.log import EventLog, Listener, utc_now
 from keepstep.platform import servers
 from keepstep.preflight.contract import EXACTNESS
-from keepstep.preflight.start import Start, prepare
+from keepstep.preflight.start import Start, make_plan, prepare
 from keepstep.processes import ProcessRef
 from keepstep.quickstart.make import made_path
 from keepstep.run import RunDir, write_atomic, write_json
+from keepstep.storage.protocol import DamagedObjectError
 
 Record = dict[str, Any]
 
@@ -169,7 +170,7 @@ class Session:
 
     def _take_up(self) -> ResumePlan:
         """Act on the plan: set aside what failed its verification, fetch the choice from the store if need be."""
-        chosen = self.start.plan
+        chosen = self._fetch(self.start.plan)
         for rejection in chosen.rejections:
             self.events.emit(
                 "checkpoint_rejected", step=rejection.step, source=rejection.source, reason=rejection.reason
@@ -177,15 +178,24 @@ class Session:
             folder = self.run.checkpoint(rejection.step)
             if rejection.source == "local" and folder.exists():
                 quarantine(self.run, folder, rejection.step, "failed-verification", self.attempt.check)
-        if chosen.step is not None and chosen.source == "s3":
-            self.start.remote.download(chosen.step, self.run, self.attempt.check)
-            self.events.emit("checkpoint_downloaded", step=chosen.step)
         for sentence in chosen.describe():
             logger.info(sentence)
         if chosen.step is not None:
             self.events.emit("checkpoint_verified", step=chosen.step)
             folder = self.run.checkpoint(chosen.step)
             self.events.emit("resumed", step=chosen.step, checkpoint=str(folder), plan=chosen.to_record())
+        return chosen
+
+    def _fetch(self, chosen: ResumePlan) -> ResumePlan:
+        """Bring the choice here if the store has it; one that arrives damaged is passed over for the next best."""
+        while chosen.step is not None and chosen.source == "s3":
+            try:
+                self.start.remote.download(chosen.step, self.run, self.attempt.check)
+                self.events.emit("checkpoint_downloaded", step=chosen.step)
+                break
+            except (CheckpointError, DamagedObjectError) as error:
+                passed_over = [*chosen.rejections, Rejection(chosen.step, "s3", error.message)]
+                chosen = make_plan(self.config, self.run, self.start.remote, self.start.existing, passed_over)
         return chosen
 
     def _failed(self, error: KeepstepError) -> Record:

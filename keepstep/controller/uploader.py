@@ -99,5 +99,5 @@ def _reason(found: ChildResult) -> tuple[str, bool]:
         record = json.loads(found.stdout)
     except ValueError:
         return f"the uploader ended with {found.status}: {found.stderr.strip()[-300:]}", False
-    refused = record.get("class") in ("storage_refused", "fenced", "contract")
+    refused = record.get("class") in ("storage_refused", "fenced", "contract", "local_file_differs")
     return ("refused: " if refused else "") + str(record.get("message", "")), refused

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keepstep.checkpoint.plan import ResumePlan, plan
+from keepstep.checkpoint.plan import Rejection, ResumePlan, plan
 from keepstep.checkpoint.verify import verify
 from keepstep.config.load import resolve_total_steps, validate
 from keepstep.config.schema import RunConfig
@@ -100,7 +101,9 @@ def prepare(config: RunConfig) -> Start:
     )
 
 
-def make_plan(config: RunConfig, run: RunDir, remote: Any, existing: Record | None) -> ResumePlan:
+def make_plan(
+    config: RunConfig, run: RunDir, remote: Any, existing: Record | None, passed_over: Sequence[Rejection] = ()
+) -> ResumePlan:
     """Where the run goes on; every candidate that is passed over is verified or named.
 
     Raises:
@@ -115,6 +118,7 @@ def make_plan(config: RunConfig, run: RunDir, remote: Any, existing: Record | No
         remote=remote,
         expected_run_id=existing["run_id"] if existing else None,
         only_step=asked_step(run, asked) if asked else None,
+        passed_over=passed_over,
     )
 
 

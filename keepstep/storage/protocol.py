@@ -17,6 +17,13 @@ class LocalFileError(StorageError):
     retry = False
 
 
+class DamagedObjectError(StorageError):
+    """An object's content is not what its manifest says: asking again gives the same."""
+
+    failure_class = "object_damaged"
+    retry = False
+
+
 @dataclass(frozen=True)
 class ObjectInfo:
     """What the store says of an object.
@@ -49,7 +56,7 @@ class ObjectStore(Protocol):
         """Download into a new file, compared with `digest` part by part, fsynced.
 
         Raises:
-            StorageError: the object is missing or differs; the file is then incomplete.
+            DamagedObjectError: the object is missing or differs; the file is then incomplete.
         """
         ...
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from keepstep.checkpoint.digest import FileDigest
 from keepstep.errors import StorageError, StorageRefusedError
-from keepstep.storage.protocol import LocalFileError, ObjectInfo
+from keepstep.storage.protocol import DamagedObjectError, LocalFileError, ObjectInfo
 
 T = TypeVar("T")
 
@@ -351,7 +351,7 @@ class S3Store:
                 data = await self._get_part(key, digest, number)
                 found = hashlib.sha256(data).hexdigest()
                 if found != digest.parts[number]:
-                    raise StorageError(
+                    raise DamagedObjectError(
                         f"{self.where}/{key}: part {number} has SHA-256 {found[:12]}…, "
                         f"expected {digest.parts[number][:12]}….",
                         "The object is damaged or was replaced; another step of the run may be whole.",
@@ -362,7 +362,9 @@ class S3Store:
             await _gather([get(number) for number in range(len(digest.parts))])
             await asyncio.to_thread(os.fsync, handle)
         except _MissingError as error:
-            raise StorageError(f"{self.where}/{key} is not there.", "Another step of the run may be whole.") from error
+            raise DamagedObjectError(
+                f"{self.where}/{key} is not there.", "Another step of the run may be whole."
+            ) from error
         finally:
             os.close(handle)
 
