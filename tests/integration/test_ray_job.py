@@ -1,4 +1,4 @@
-"""With `ray.address` the trainer is a Ray job: its events come back, it outlives its parent, the next start takes over."""
+"""With `ray.address` the trainer is a Ray job: its events come back, it outlives its parent, the next takes over."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from keepstep.checkpoint import layout
-from keepstep.checkpoint.plan import find_stuck, plan
+from keepstep.checkpoint.plan import Rejection, find_stuck, plan
 from keepstep.errors import CheckpointError
-from keepstep.run import RunDir
+from keepstep.run import RunDir, write_json
 from tests.unit import builder
 
 OPTIONS = {"policy": "prefer_multiple", "prefer_multiple": 100, "max_rewind_steps": None}
@@ -71,6 +71,21 @@ def test_none_usable_is_never_step_zero(tmp_path: Path):
     with pytest.raises(CheckpointError) as caught:
         plan(run, **OPTIONS)
     assert "step 20 (local)" in caught.value.message and "step 40 (local)" in caught.value.message
+
+
+def test_steps_that_are_gone_are_never_step_zero(tmp_path: Path):
+    """C76, C106: the run has said that it saved; an empty folder is a loss to report, not a new beginning."""
+    run = run_with(tmp_path, [])
+    write_json(run.upload(40), {"step": 40})
+    with pytest.raises(CheckpointError, match="has saved step 40"):
+        plan(run, **OPTIONS)
+
+
+def test_choice_that_arrived_damaged_is_passed_over(tmp_path: Path):
+    """C64: a candidate that verified and fails only when it is used gives way to the next best."""
+    run = run_with(tmp_path, [20, 40])
+    found = plan(run, **OPTIONS, passed_over=[Rejection(40, "local", "failed when it was read")])
+    assert (found.step, found.rejections[0].reason) == (20, "failed when it was read")
 
 
 def test_checkpoint_of_another_run_is_rejected(tmp_path: Path):
