@@ -116,7 +116,8 @@ class Attempt:
         self.number: int = record["attempt"]
         self.fenced = threading.Event()
         self._record = record
-        self._lock = threading.Lock()
+        # Reentrant: a second SIGTERM closes the attempt from a handler that may interrupt a holder of this lock.
+        self._lock = threading.RLock()
         self._closed = threading.Event()
         self._heartbeat_s = heartbeat_s
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
