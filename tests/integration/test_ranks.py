@@ -1,0 +1,133 @@
+"""FSDP2 ranks without Ray: sharding, saving, restoring and the learning-rate list, to the byte."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = """
+import hashlib, json, socket, sys
+import numpy as np, torch, torch.distributed as dist, torch.multiprocessing as mp
+from pathlib import Path
+from keepstep.actor.batch import deal, pack
+from keepstep.actor.rank import Rank, RankSpec
+from keepstep.checkpoint.writer import assemble, assemble_optimizer
+from keepstep.config.schema import ActorConfig
+from keepstep.quickstart.char_qwen3 import build_model, build_tokenizer
+
+def batch_of(step):
+    generator = np.random.default_rng(step)
+    prompts = [generator.integers(3, 13, 4).tolist() for _ in range(8) for _ in range(4)]
+    responses = [generator.integers(1, 13, int(generator.integers(1, 4))).tolist() for _ in prompts]
+    batch = pack(prompts, responses, [[0.0] * len(r) for r in responses], pad_id=0)
+    return batch.with_advantages(generator.normal(size=32))
+
+def build(rank, world_size, port, micro):
+    actor = ActorConfig(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=micro, kl_loss_coef=0.01,
+                        optim=dict(lr=1e-3, lr_warmup_steps=2, lr_scheduler_type="cosine"))
+    found = Rank(RankSpec(rank, world_size, "cpu", sys.argv[1], actor, 1.0, 64, 6, 42, 30.0))
+    found.connect("127.0.0.1", port)
+    return found
+
+def train(rank, steps):
+    lrs = []
+    for step in steps:
+        batch = batch_of(step)
+        dealt = deal(8, 4, 4, rank.spec.world_size)[rank.spec.rank]
+        shard = batch.rows([row for mini in dealt for row in mini])
+        mini_batches, begin = [], 0
+        for mini in dealt:
+            mini_batches.append(list(range(begin, begin + len(mini))))
+            begin += len(mini)
+        metrics = rank.update(shard, rank.log_probs(shard), mini_batches)
+        lrs.append(metrics["actor/lr"])
+    return lrs
+
+def work(index, world_size, ports, micro, out):
+    rank = build(index, world_size, ports[0], micro)
+    rank.load_initial(sys.argv[1])
+    lrs = train(rank, range(3))
+    snapshot, reference = rank.snapshot(), rank.snapshot_reference()
+    lrs += train(rank, range(3, 6))
+    gathered = [None] * world_size
+    dist.all_gather_object(gathered, (snapshot, reference, rank.snapshot()))
+    dist.destroy_process_group()
+    middle, references, final = ([entry[i] for entry in gathered] for i in range(3))
+    resumed = build(index, world_size, ports[1], micro)
+    state = {"actor": assemble([s.params for s in middle]), "ref": assemble(references),
+             "optimizer": assemble_optimizer(middle), "scheduler": middle[0].scheduler,
+             "trainer_state": {"rng_states": {"per_rank": [s.rng for s in middle]}}}
+    resumed.load_checkpoint(state)
+    resumed_lrs = train(resumed, range(3, 6))
+    again = [None] * world_size
+    dist.all_gather_object(again, resumed.snapshot())
+    dist.destroy_process_group()
+    if index == 0:
+        json.dump({"final": digest(final), "resumed": digest(again), "lrs": lrs, "resumed_lrs": resumed_lrs,
+                   "values": assemble([s.params for s in final])["model.embed_tokens.weight"].flatten().tolist(),
+                   "step": float(assemble_optimizer(final)["state"]["model.norm.weight"]["step"]),
+                   "ref_is_base": bool(torch.equal(assemble(references)["model.norm.weight"], torch.ones(128)))},
+                  open(out, "w"))
+
+def digest(snapshots):
+    found = hashlib.sha256()
+    state = {"actor": assemble([s.params for s in snapshots]), **assemble_optimizer(snapshots)["state"]}
+    for group in sorted(state):
+        for name in sorted(state[group]):
+            found.update(state[group][name].numpy().tobytes())
+    return found.hexdigest()
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    build_model(tokenizer).save_pretrained(sys.argv[1])
+    for name, world_size, micro in (("two", 2, 16), ("two-micro", 2, 2), ("one", 1, 32)):
+        ports = [free_port(), free_port()]
+        mp.spawn(work, args=(world_size, ports, micro, f"{sys.argv[2]}/{name}.json"), nprocs=world_size)
+"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[str, dict]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    script = folder / "ranks.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder / "model"), str(folder)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("two", "two-micro", "one")}
+
+
+@pytest.mark.parametrize("name", ["two", "two-micro", "one"])
+def test_restored_ranks_go_on_to_the_byte(reports: dict[str, dict], name: str):
+    """C32, C101: weights, AdamW's moments and its step counter; three steps of two updates each, twice."""
+    report = reports[name]
+    assert report["final"] == report["resumed"]
+    assert report["step"] == 12.0
+    assert report["ref_is_base"]
+
+
+def test_learning_rates_are_those_of_an_uninterrupted_run(reports: dict[str, dict]):
+    """C112: two warm-up steps to 1e-3, then half a cosine over the remaining four."""
+    expected = [1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3 * 0.8535533905932737, 1e-3 * 0.5, 1e-3 * 0.14644660940672627]
+    assert reports["two"]["lrs"] == pytest.approx(expected)
+    assert reports["two"]["resumed_lrs"] == reports["two"]["lrs"][3:]
+
+
+def test_world_size_and_micro_batches_change_only_roundings(reports: dict[str, dict]):
+    """The loss is a mean over the tokens of the whole mini-batch, whoever holds them in how many pieces."""
+    for name in ("two-micro", "one"):
+        assert reports[name]["values"] == pytest.approx(reports["two"]["values"], abs=2e-5)
