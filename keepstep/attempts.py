@@ -13,6 +13,7 @@ Concurrency: one heartbeat thread per attempt. It consumes nothing, rewrites the
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from typing import Any
 from keepstep.errors import FencedError, HeldError
 from keepstep.processes import ProcessRef, boot_id, hostname, terminate
 from keepstep.run import RunDir, create_exclusive, read_json, write_json
+
+logger = logging.getLogger("keepstep")
 
 Record = dict[str, Any]
 SHARED_ROLES = ("flow", "object-store", "prefect-server")
@@ -79,10 +82,10 @@ def newest_record(run: RunDir) -> Record | None:
     return read_json(run.attempt(numbers[-1])) if numbers else None
 
 
-def claim(run: RunDir, lease_timeout_s: float) -> Claim:
-    """`judge` on the run's newest attempt, here and now."""
+def claim(run: RunDir, number: int, lease_timeout_s: float) -> Claim:
+    """`judge` on attempt `number` (0: there is none), here and now."""
     return judge(
-        newest_record(run),
+        read_json(run.attempt(number)) if number else None,
         alive=ProcessRef.alive,
         now=time.time(),
         host=hostname(),
@@ -138,14 +141,16 @@ class Attempt:
         `others` are processes that belong to the attempt already (the flow, embedded servers). `at_least` keeps
         numbers growing when the local folder was lost but the store remembers higher ones.
         """
-        verdict = claim(run, lease_timeout_s)
+        # One listing for both: judged and numbered from different ones, several simultaneous starts would each win.
+        newest = max(run.attempt_numbers(), default=0)
+        verdict = claim(run, newest, lease_timeout_s)
         if not verdict.open:
             raise HeldError(
                 f"{run.root} is held: {verdict.reason}.",
                 f"Wait for it, end it, or give this start another trainer.output_dir. See {run.attempts}.",
             )
         owner = ProcessRef.current("controller")
-        number = max([at_least - 1, *run.attempt_numbers()]) + 1
+        number = max(at_least, newest + 1)
         record: Record = {
             "attempt": number,
             "owner": {"host": owner.host, "pid": owner.pid, "start_time": owner.start_time, "boot_id": boot_id()},
@@ -190,11 +195,15 @@ class Attempt:
 
     def _beat(self) -> None:
         while not self._closed.wait(self._heartbeat_s):
-            if is_fenced(self.run, self.number):
-                self.fenced.set()
-                return
-            with self._lock:
-                self._write()
+            try:
+                if is_fenced(self.run, self.number):
+                    self.fenced.set()
+                    return
+                with self._lock:
+                    self._write()
+            except OSError as error:
+                # A full disk now may have room at the next beat; a thread that ends here would never beat again.
+                logger.warning("no heartbeat written: %s", error)
 
     def _write(self) -> None:
         self._record["heartbeat"] = time.time()

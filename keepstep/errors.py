@@ -100,8 +100,12 @@ class CheckpointError(KeepstepError):
     failure_class = "checkpoint"
 
 
+NO_ROOM_ERRNOS = (28, 122)
+"""ENOSPC, and EDQUOT, which strikes where `df` still shows room."""
+
+
 class NoRoomError(KeepstepError):
-    """The filesystem is full or over quota (errno 28 or 122)."""
+    """The filesystem is full or over quota."""
 
     failure_class = "no_room"
 
@@ -111,6 +115,13 @@ class Preempted(KeepstepError):  # noqa: N818  (an outcome, not a fault)
 
     failure_class = "preempted"
     exit_code = EXIT_PREEMPTED
+    retry = True
+
+
+class OrphanedError(KeepstepError):
+    """The process that started this attempt is gone."""
+
+    failure_class = "orphaned"
     retry = True
 
 

@@ -49,6 +49,9 @@ class Rank:
         self.spec = spec
         if spec.device == "cpu":
             torch.set_num_threads(1)
+        else:
+            # Where a kernel has no deterministic form torch warns, and exact bytes are not to be had.
+            torch.use_deterministic_algorithms(True, warn_only=True)
         seed_everything(spec.seed + spec.rank)
 
     def connect(self, host: str, port: int) -> None:
@@ -65,7 +68,7 @@ class Rank:
             timeout=datetime.timedelta(seconds=spec.collective_timeout_s),
         )
         self.model = self._build()
-        self.reference = self._build().requires_grad_(False) if spec.actor.use_kl_loss else None
+        self.reference = self._build().requires_grad_(False).eval() if spec.actor.use_kl_loss else None
         optim = spec.actor.optim
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
@@ -176,6 +179,9 @@ class Rank:
 
     @torch.no_grad()
     def _log_probs(self, model: torch.nn.Module, batch: Batch) -> np.ndarray:
+        training = model.training
+        # Dropout would make the ratio of the first update something other than 1.
+        model.eval()
         parts = []
         for first in range(0, len(batch), self.spec.log_prob_micro_batch_size):
             tokens = self._tensor(batch.tokens[first : first + self.spec.log_prob_micro_batch_size])
@@ -183,6 +189,7 @@ class Rank:
             parts.append(losses.token_log_probs(logits, tokens[:, 1:], self.spec.temperature).cpu().numpy())
         # FSDP2 leaves the root's parameters gathered after a forward without backward: no longer shards to copy.
         model.reshard()  # type: ignore[operator]
+        model.train(training)
         return np.concatenate(parts)
 
     def _update_mini_batch(
@@ -214,7 +221,8 @@ class Rank:
         new = losses.token_log_probs(logits, tokens[:, 1:], temperature)
         policy_loss = losses.clipped_policy_loss(new, old, advantages, actor.clip_ratio)
         loss = policy_loss
-        entropy = losses.entropy(logits, temperature)
+        with torch.set_grad_enabled(bool(actor.entropy_coeff)):
+            entropy = losses.entropy(logits, temperature)
         terms = {"pg_loss": policy_loss, "entropy": entropy, "ppo_kl": old - new}
         terms["pg_clipfrac"] = losses.clip_fraction(new, old, advantages, actor.clip_ratio)
         if self.reference is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-def due(step: int, every: int, last_step: int, *, at_end: bool) -> bool:
-    """Whether something with this frequency falls on `step`; -1 is never, `at_end` adds the last step."""
-    return (every > 0 and step % every == 0) or (at_end and step == last_step)
+def due(step: int, every: int) -> bool:
+    """Whether something with this frequency falls on `step`; -1 is never."""
+    return every > 0 and step % every == 0
 
 
 def upload_due(step: int, *, save_freq: int, upload_interval: int, last_step: int) -> bool:

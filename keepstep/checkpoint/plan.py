@@ -6,12 +6,12 @@ The plan changes nothing. It never trusts `latest`, and it never answers "step 0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from keepstep.checkpoint.history import uploaded_steps, verified_steps
 from keepstep.checkpoint.select import Candidate, order
-from keepstep.checkpoint.verify import Verdict, verify
+from keepstep.checkpoint.verify import REJECTED, Verdict, verify
 from keepstep.errors import CheckpointError
 from keepstep.events.log import Event, read_jsonl
 from keepstep.run import RunDir
@@ -68,12 +68,14 @@ def plan(
     remote: RemoteIndex | None = None,
     expected_run_id: str | None = None,
     only_step: int | None = None,
+    final_step: int | None = None,
     passed_over: Sequence[Rejection] = (),
 ) -> ResumePlan:
     """Decide where the run goes on.
 
     Args:
         only_step: consider this step alone (it was named on the command line).
+        final_step: the run's last step; standing and verified, it leaves nothing to train.
         passed_over: candidates that verified and turned out to be unusable when they were fetched.
 
     Raises:
@@ -86,7 +88,12 @@ def plan(
         candidates = [candidate for candidate in candidates if candidate.step == only_step]
     stuck_at = find_stuck(list(read_jsonl(run.events)), prefer_multiple)
     ordered = order(
-        candidates, policy=policy, prefer_multiple=prefer_multiple, max_rewind_steps=max_rewind_steps, stuck_at=stuck_at
+        candidates,
+        policy=policy,
+        prefer_multiple=prefer_multiple,
+        max_rewind_steps=max_rewind_steps,
+        stuck_at=stuck_at,
+        final_step=final_step,
     )
     known_bad = {(rejection.step, rejection.source) for rejection in passed_over}
     ordered = [entry for entry in ordered if (entry[0].step, entry[0].source) not in known_bad]
@@ -121,10 +128,9 @@ def plan(
 
 
 def find_stuck(events: list[Event], prefer_multiple: int) -> int | None:
-    """The multiple at which the last attempt began, or which it passed over already. Pure."""
-    last = max((event["attempt"] for event in events if event.get("event") == "attempt_started"), default=None)
+    """The multiple at which the last attempt that resumed began, or which it passed over already. Pure."""
     for event in reversed(events):
-        if event.get("event") == "resumed" and event["attempt"] == last:
+        if event.get("event") == "resumed":
             if event["step"] and event["step"] % prefer_multiple == 0:
                 return int(event["step"])
             return event.get("plan", {}).get("avoided_multiple")
@@ -134,5 +140,9 @@ def find_stuck(events: list[Event], prefer_multiple: int) -> int | None:
 def _verify(run: RunDir, candidate: Candidate, remote: RemoteIndex | None, run_id: str | None) -> Verdict:
     if candidate.source == "s3":
         assert remote is not None, "store candidates come from a store"
-        return remote.verify(candidate.step)
+        verdict = remote.verify(candidate.step)
+        if verdict.manifest is not None and run_id is not None and verdict.manifest.run_id != run_id:
+            foreign = f"manifest.json: belongs to run {verdict.manifest.run_id}, expected {run_id}"
+            return replace(verdict, state=REJECTED, reasons=[foreign, *verdict.reasons])
+        return verdict
     return verify(run.checkpoint(candidate.step), expected_run_id=run_id, expected_step=candidate.step)

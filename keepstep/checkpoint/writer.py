@@ -216,9 +216,13 @@ def _standing_is_equal(request: SaveRequest, run: RunDir, folder: Path) -> bool:
         ExactnessError: it verifies and differs, with no waiver.
     """
     standing = run.checkpoint(request.step)
-    if not verify(standing).ok:
+    if not verify(standing, expected_run_id=request.run_id).ok:
         return False
-    differing = [path for path in (layout.ACTOR, layout.OPTIMIZER) if not _same_tensors(standing / path, folder / path)]
+    differing = [
+        path
+        for path in (layout.ACTOR, layout.OPTIMIZER, layout.SCHEDULER)
+        if not _same_tensors(standing / path, folder / path)
+    ]
     if not differing:
         return True
     if request.waive_exactness:

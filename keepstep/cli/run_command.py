@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from keepstep.cli.train_command import is_complete, warn
+from keepstep.cli.train_command import completed, warn
 from keepstep.config.load import load, to_yaml
 from keepstep.config.schema import RunConfig
 from keepstep.errors import EXIT_DONE, ConfigError, KeepstepError, Preempted
@@ -23,6 +24,7 @@ from keepstep.preflight.complete import complete_result
 from keepstep.processes import ProcessRef
 from keepstep.run import PLATFORM_DIR, RunDir, read_json
 
+API_TIMEOUT_S = 20.0
 PREFECT_DEFAULTS = {
     # 2^n seconds of patience with an API that is away: 510 s in all, instead of 62.
     "PREFECT_CLIENT_MAX_RETRIES": "8",
@@ -42,7 +44,7 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.dry_run:
         print(to_yaml(config), end="")
         return EXIT_DONE
-    if is_complete(config):
+    if completed(config) is not None:
         return EXIT_DONE
     run = RunDir.at(config.trainer.output_dir)
     os.environ.update({key: value for key, value in PREFECT_DEFAULTS.items() if key not in os.environ})
@@ -71,12 +73,24 @@ def ui(args: argparse.Namespace) -> int:
 
 def _connect_prefect(run: RunDir) -> None:
     """Use the configured Prefect API, else the embedded server, held by this process."""
-    if os.environ.get("PREFECT_API_URL"):
+    if url := os.environ.get("PREFECT_API_URL"):
+        _check_api(url)
         return
     print("starting the Prefect server", file=sys.stderr, flush=True)
     info = servers.prefect_server(run.platform, ProcessRef.current("flow"))
     os.environ.update(info.env)
     print(f"Prefect page: {info.url}", file=sys.stderr, flush=True)
+
+
+def _check_api(url: str) -> None:
+    """Raise `ConfigError` when no Prefect API answers at `url`."""
+    try:
+        urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=API_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"PREFECT_API_URL={url} does not answer: {error}.",
+            "Start that server, or unset PREFECT_API_URL to have one started beside the run.",
+        ) from None
 
 
 def _run_flow(config: RunConfig, parameters: dict[str, Any]) -> dict[str, Any]:

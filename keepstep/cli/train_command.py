@@ -15,13 +15,6 @@ from keepstep.errors import EXIT_DONE, KeepstepError
 from keepstep.processes import ProcessRef
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments by which another process starts a trainer; not for people."""
-    parser.add_argument("--from-env", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--events-stdout", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--watch-stdin", action="store_true", help=argparse.SUPPRESS)
-
-
 def main(args: argparse.Namespace, overrides: list[str]) -> int:
     """Train; a `KeepstepError` goes up to the caller, which prints it."""
     from keepstep.controller import launch
@@ -34,7 +27,10 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.dry_run:
         print(to_yaml(config), end="")
         return EXIT_DONE
-    if is_complete(config):
+    if (result := completed(config)) is not None:
+        if args.events_stdout:
+            # A flow that lost the trainer's last word must hear it from the next attempt.
+            _print_event({"event": "finished", "step": result["final_step"], "result": result})
         return EXIT_DONE
     from keepstep.cli.progress import ProgressPrinter
     from keepstep.controller.session import run_attempt
@@ -65,8 +61,8 @@ def warn(config: RunConfig) -> None:
         print(f"keepstep: warning: {warning}", file=sys.stderr)
 
 
-def is_complete(config: RunConfig) -> bool:
-    """Whether the run has reached its end; says so."""
+def completed(config: RunConfig) -> dict[str, Any] | None:
+    """result.json of a run that has reached its end, which is then said; else None."""
     from keepstep.preflight.complete import complete_result
 
     result = complete_result(config)
@@ -75,7 +71,7 @@ def is_complete(config: RunConfig) -> bool:
             f"{config.trainer.output_dir} is complete: "
             f"step {result['final_step']} of {result['target_step']}. Nothing to do."
         )
-    return result is not None
+    return result
 
 
 def _print_event(event: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from keepstep.events.log import utc_now
 from keepstep.run import RunDir, write_json
 
 ABORT_S = 12.0
+S3_CONFIG_VARIABLE = "KEEPSTEP_S3_CONFIG_JSON"
 
 
 def upload(args: argparse.Namespace) -> int:
@@ -86,9 +87,12 @@ def _download(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _store_config(run: RunDir) -> Any:
+    """Where the run's checkpoints go: what the trainer says, else what the run's first start was told."""
     from keepstep.config.load import load
+    from keepstep.config.schema import S3Config
 
-    return load(str(run.config), []).s3
+    given = os.environ.get(S3_CONFIG_VARIABLE)
+    return S3Config.model_validate_json(given) if given else load(str(run.config), []).s3
 
 
 def _existing_run(path: str) -> RunDir:

@@ -118,7 +118,7 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: Literal[1] = 1
     """GPUs per engine."""
     port: int = Field(default=20014, gt=0, lt=65536)
-    """First port of the engines' range."""
+    """First port of the engines' range (on the node of this process); it must be free."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Share of a GPU that the engine may take (GPU only)."""
     kv_cache_gib: PositiveInt = 1

@@ -24,11 +24,13 @@ LOCAL_ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_AUTH_MODE": "disabled",
+    # A call after the end would quietly start another cluster.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 NUM_ENGINES = 1
-GPU_SHARE = 0.5
-"""Of a GPU, in Ray's books: a rank and an engine share one."""
+RANK_GPU_SHARE, ENGINE_GPU_SHARE = 0.6, 0.4
+"""Of a GPU, in Ray's books: a rank and an engine share one, two ranks never do."""
 
 
 def temp_dir(run: RunDir, attempt: int) -> Path:
@@ -70,12 +72,12 @@ class Cluster:
         self.record_services()
 
     def rank(self, spec: Any, environment: dict[str, str]) -> Any:
-        return self._actor(RankWorker, environment, gpus=GPU_SHARE).remote(spec)
+        return self._actor(RankWorker, environment, gpus=RANK_GPU_SHARE).remote(spec)
 
     def engine(self, index: int, model_dir: str, max_model_len: int) -> Any:
         rollout = self._config.actor_rollout_ref.rollout
         environment = engine_environment(rollout, self._device, index)
-        return self._actor(EngineWorker, environment, gpus=GPU_SHARE).remote(
+        return self._actor(EngineWorker, environment, gpus=ENGINE_GPU_SHARE).remote(
             model_dir, rollout, max_model_len, self._device
         )
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from keepstep.checkpoint.cadence import upload_due
 from keepstep.checkpoint.history import uploaded_steps, verified_steps
 from keepstep.config.schema import RunConfig
-from keepstep.errors import CheckpointError
+from keepstep.errors import CheckpointError, StorageError
 from keepstep.events.log import last_step_rows, read_jsonl, utc_now
-from keepstep.run import RunDir, write_json
+from keepstep.platform import servers
+from keepstep.run import RunDir, read_json, write_json
 
 if TYPE_CHECKING:
     from keepstep.controller.session import Session
@@ -31,8 +32,13 @@ def finish(session: Session) -> Record:
         raise CheckpointError(
             f"The run ended without a checkpoint of its last step {total_steps}.", f"See {run.events}."
         )
+    from keepstep.export.hugging_face import check_exportable
+
+    check_exportable(run.checkpoint(total_steps))
     if session.uploader is not None:
         session.uploader.drain(session.config.s3.final_timeout_s)
+        if not is_confirmed(session.config, run, total_steps):
+            raise StorageError(f"The store has not confirmed step {total_steps}.", "Start the same command again.")
     record = build_result(run, total_steps)
     session.attempt.check()
     write_json(run.result, record)
@@ -67,7 +73,7 @@ def pending_uploads(config: RunConfig, run: RunDir, total_steps: int) -> list[in
         step
         for step in run.steps()
         if step in verified
-        and not run.upload(step).exists()
+        and not is_confirmed(config, run, step)
         and upload_due(
             step,
             save_freq=config.trainer.save_freq,
@@ -75,6 +81,15 @@ def pending_uploads(config: RunConfig, run: RunDir, total_steps: int) -> list[in
             last_step=total_steps,
         )
     ]
+
+
+def is_confirmed(config: RunConfig, run: RunDir, step: int) -> bool:
+    """Whether the store that is configured now has confirmed this step."""
+    if not run.upload(step).is_file():
+        return False
+    record = read_json(run.upload(step))
+    here = (config.s3.bucket or servers.BUCKET, config.s3.prefix or run.default_s3_prefix)
+    return (record["bucket"], record["prefix"]) == here
 
 
 def _mean(values: list[float]) -> float | None:

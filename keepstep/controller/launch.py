@@ -82,6 +82,7 @@ def _run_child(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> E
         env=environment,
         start_new_session=True,
         text=True,
+        errors="replace",
     )
     watcher = threading.Thread(target=_pass_on_stop, args=(process, stop, config.retry.term_grace_s), daemon=True)
     watcher.start()
@@ -96,6 +97,8 @@ def _run_child(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> E
 def _variables(config: RunConfig) -> dict[str, str]:
     """What the trainer must know: its configuration, and whose child it is."""
     return {
+        # Ray kills a stopped job after 3 s unless told otherwise; it needs its grace to save.
+        "RAY_JOB_STOP_WAIT_TIME_S": str(int(config.retry.term_grace_s) + 15),
         CONFIG_VARIABLE: config.model_dump_json(),
         FLOW_VARIABLE: json.dumps(ProcessRef.current("flow").to_record()),
     }
@@ -190,10 +193,13 @@ def _follow(lines: Iterable[str] | IO[str], on_event: OnEvent) -> tuple[Event | 
     last: Event | None = None
     tail: list[str] = []
     for line in lines:
-        if not line.startswith(EVENT_PREFIX):
-            tail = [*tail[-19:], line.rstrip()]
+        # Somebody's print without a line end may stand before an event on its line.
+        before, prefix, text = line.partition(EVENT_PREFIX)
+        if before.strip():
+            tail = [*tail[-19:], before.rstrip()]
+        if not prefix:
             continue
-        event = json.loads(line[len(EVENT_PREFIX) :])
+        event = json.loads(text)
         on_event(event)
         if event["event"] in TERMINAL_EVENTS:
             last = event

@@ -14,13 +14,13 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from keepstep.errors import EXIT_FAILED, EXIT_PREEMPTED, FencedError, Preempted
+from keepstep.errors import FencedError, KeepstepError, OrphanedError, Preempted
 
 
 class Leaving:
-    """Notices that the attempt should end. `end_now(status_class)` ends its processes; it must not return slowly."""
+    """Notices that the attempt should end. `end_now(error)` records the end and ends the processes."""
 
-    def __init__(self, grace_s: float, end_now: Callable[[str, str], None]) -> None:
+    def __init__(self, grace_s: float, end_now: Callable[[KeepstepError], None]) -> None:
         self.asked = threading.Event()
         self.training = False
         """While False, being asked to leave raises at the next wait; while True the loop ends its step first."""
@@ -57,10 +57,10 @@ class Leaving:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.asked.is_set():
-            self._exit("preempted", "asked to leave twice", EXIT_PREEMPTED)
+            self._exit(Preempted("Asked to leave twice: left at once."))
         self.asked.set()
         timer = threading.Timer(
-            self._grace_s, self._exit, ("preempted", f"no end within {self._grace_s:.0f} s of grace", EXIT_PREEMPTED)
+            self._grace_s, self._exit, (Preempted(f"Asked to leave: no end within {self._grace_s:.0f} s of grace."),)
         )
         timer.daemon = True
         timer.start()
@@ -69,9 +69,14 @@ class Leaving:
         # os.read, not sys.stdin: a thread inside its buffer lock makes the interpreter abort at exit.
         while os.read(0, 4096):
             pass
-        self._exit("orphaned", "the process that started this attempt is gone", EXIT_FAILED)
+        self._exit(OrphanedError("The process that started this attempt is gone."))
 
-    def _exit(self, failure_class: str, reason: str, status: int) -> None:
-        with self._end_lock:
-            self._end_now(failure_class, reason)
-            os._exit(status)
+    def _exit(self, failure: KeepstepError) -> None:
+        # Whoever comes second leaves the ending to the first: a signal handler that waited here for the code that it
+        # interrupted would wait for ever.
+        if not self._end_lock.acquire(blocking=False):
+            return
+        try:
+            self._end_now(failure)
+        finally:
+            os._exit(failure.exit_code)

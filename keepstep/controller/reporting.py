@@ -25,7 +25,7 @@ STEP_FIELDS = {
 
 
 def open_log(run: RunDir, attempt: int) -> None:
-    """Send the log of this process to logs/attempt_<n>/train.log; `logs/latest` points at the newest attempt."""
+    """Send the log of this process to logs/attempt_<n>/train.log."""
     path = run.train_log(attempt)
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)

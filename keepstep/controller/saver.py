@@ -10,9 +10,11 @@ Concurrency:
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +32,12 @@ from keepstep.controller.groups import RankGroup
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
 from keepstep.controller.uploader import Uploader
-from keepstep.errors import CheckpointError, WorkerDiedError
+from keepstep.errors import CheckpointError, NoProgressError, WorkerDiedError
 from keepstep.events.log import EventLog
 from keepstep.run import RunDir
 
 MAX_FAILURES_IN_A_ROW = 2
+CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -67,6 +70,7 @@ class Saver:
     """A save failed its verification: save again at the next step."""
     _in_flight: Future[None] | None = None
     _num_failures: int = 0
+    _closing: threading.Event = field(default_factory=threading.Event)
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="saver"))
 
     def save(self, state: TrainState, ranks: RankGroup) -> None:
@@ -110,9 +114,20 @@ class Saver:
         begin = time.monotonic()
         if self._in_flight is not None:
             checkpoint = self.context.config.checkpoint
-            self._in_flight.result(timeout=2 * (checkpoint.save_timeout_s + checkpoint.verify_timeout_s))
+            timeout_s = 2 * (checkpoint.save_timeout_s + checkpoint.verify_timeout_s)
+            try:
+                self._in_flight.result(timeout=timeout_s)
+            except TimeoutError as error:
+                raise NoProgressError(f"The save in flight did not end within {timeout_s:.0f} s.") from error
             self._in_flight = None
         return time.monotonic() - begin
+
+    def close(self) -> None:
+        """No more saving: the attempt ends. A save in flight is given a moment; what it leaves is swept later."""
+        self._closing.set()
+        if self._in_flight is not None:
+            wait_for_futures([self._in_flight], timeout=CLOSE_TIMEOUT_S)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def raise_if_failed(self) -> None:
         """Raise what the save in flight failed with, without waiting for one that goes on."""
@@ -144,7 +159,7 @@ class Saver:
                 call = self.writer.save.remote(request, reference, *snapshots)
                 return self.supervisor.gather([("writer", call)], timeout_s, f"saving step {request.step}")[0]
             except WorkerDiedError:
-                if last_try:
+                if last_try or self._closing.is_set():
                     raise
                 self.events.emit("worker_lost", role="writer", step=request.step)
                 self.writer = self.start_writer()
@@ -167,7 +182,7 @@ class Saver:
                 return []
             if found.status == 1 and found.stdout.strip():
                 return json.loads(found.stdout)["reasons"]
-            if last_try:
+            if last_try or self._closing.is_set():
                 raise WorkerDiedError(
                     f"The verifier of step {step} ended with {found.status}: {found.stderr.strip()[-300:]}"
                 )
@@ -210,7 +225,8 @@ class Saver:
 
     def _reference_step(self) -> int | None:
         """A verified step on disk whose reference this run's next save can link."""
-        if not self.context.has_reference:
+        # After a save that failed its verification the shared file itself may be damaged: written anew.
+        if not self.context.has_reference or self.wanted:
             return None
         verified = verified_steps(self.context.run) | {self.context.resumed_step}
         steps = [step for step in self.context.run.steps() if step in verified]

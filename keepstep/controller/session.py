@@ -6,6 +6,7 @@ run_attempt ── prepare (writes nothing) ── Attempt.acquire ── Sessio
 from __future__ import annotations
 
 import platform
+import sys
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from keepstep.controller.finishing import finish, pending_uploads
 from keepstep.controller.leaving import Leaving
 from keepstep.controller.reporting import log_config, logger, open_log
 from keepstep.controller.uploader import Uploader
-from keepstep.errors import BugError, CheckpointError, KeepstepError, Preempted
+from keepstep.errors import NO_ROOM_ERRNOS, BugError, CheckpointError, KeepstepError, NoRoomError, Preempted
 from keepstep.events.log import EventLog, Listener, utc_now
 from keepstep.platform import servers
 from keepstep.preflight.contract import EXACTNESS
@@ -69,33 +70,30 @@ class Session:
         self.config = start.config
         self.run = start.run
         self.attempt = attempt
+        self.reaper = reaper.start(attempt)
         self.record = self._write_record()
         open_log(self.run, attempt.number)
         self.events = EventLog(self.run.events, attempt.number)
         self.events.listeners += listeners
+        self.uploader: Uploader | None = None
         self.leaving = Leaving(self.config.retry.term_grace_s, self._end_now)
         self.leaving.fenced = attempt.fenced
         self.leaving.install(watch_stdin=watch_stdin)
-        self.uploader: Uploader | None = None
-        self.reaper = reaper.start(attempt)
 
     def run_to_outcome(self) -> Record:
         """`execute`, with the outcome recorded however it ends and no process left behind."""
+        # What stands if even recording the failure fails.
+        outcome: Record = {"status": "failed", "class": "bug", "message": "ended without a word", "retry": True}
         try:
             result = self.execute()
-            outcome: Record = {"status": "finished", "step": result["final_step"]}
+            outcome = {"status": "finished", "step": result["final_step"]}
             self.events.emit("finished", step=result["final_step"], result=result)
             return result
-        except KeepstepError as error:
-            outcome = self._failed(error)
-            raise
         except BaseException as error:
-            logger.exception("unexpected failure")
-            bug = BugError(
-                f"{type(error).__name__}: {error}", f"The traceback is in {self.run.train_log(self.attempt.number)}."
-            )
-            outcome = self._failed(bug)
-            raise bug from error
+            failure = self._classify(error)
+            outcome = outcome_of(failure)
+            self._tell(failure, outcome)
+            raise failure from error
         finally:
             self._end_processes()
             self.attempt.close(outcome)
@@ -124,8 +122,12 @@ class Session:
         return str(folder)
 
     def waive_exactness(self) -> bool:
-        """Whether this run has accepted, in writing, that replayed steps may differ."""
-        return bool(self.record.get("waivers"))
+        """Whether this run has accepted, in writing, that replayed steps may differ.
+
+        A longer run with a constant learning rate takes the same steps: that waiver promises no other bytes.
+        """
+        waived = {field for waiver in self.record["waivers"] for field in waiver["fields"]}
+        return bool(waived - {"trainer.total_training_steps"})
 
     def _write_record(self) -> Record:
         """run.json and config.yaml at the first start; brought back from the store for a lost folder; waivers added."""
@@ -170,14 +172,10 @@ class Session:
 
     def _take_up(self) -> ResumePlan:
         """Act on the plan: set aside what failed its verification, fetch the choice from the store if need be."""
+        # Aside first: the store's copy of a damaged step goes where that one stands.
+        self._set_aside(self.start.plan.rejections)
         chosen = self._fetch(self.start.plan)
-        for rejection in chosen.rejections:
-            self.events.emit(
-                "checkpoint_rejected", step=rejection.step, source=rejection.source, reason=rejection.reason
-            )
-            folder = self.run.checkpoint(rejection.step)
-            if rejection.source == "local" and folder.exists():
-                quarantine(self.run, folder, rejection.step, "failed-verification", self.attempt.check)
+        self._set_aside(chosen.rejections[len(self.start.plan.rejections) :])
         for sentence in chosen.describe():
             logger.info(sentence)
         if chosen.step is not None:
@@ -185,6 +183,15 @@ class Session:
             folder = self.run.checkpoint(chosen.step)
             self.events.emit("resumed", step=chosen.step, checkpoint=str(folder), plan=chosen.to_record())
         return chosen
+
+    def _set_aside(self, rejections: Sequence[Rejection]) -> None:
+        for rejection in rejections:
+            self.events.emit(
+                "checkpoint_rejected", step=rejection.step, source=rejection.source, reason=rejection.reason
+            )
+            folder = self.run.checkpoint(rejection.step)
+            if rejection.source == "local" and folder.exists():
+                quarantine(self.run, folder, rejection.step, "failed-verification", self.attempt.check)
 
     def _fetch(self, chosen: ResumePlan) -> ResumePlan:
         """Bring the choice here if the store has it; one that arrives damaged is passed over for the next best."""
@@ -195,21 +202,33 @@ class Session:
                 break
             except (CheckpointError, DamagedObjectError) as error:
                 passed_over = [*chosen.rejections, Rejection(chosen.step, "s3", error.message)]
-                chosen = make_plan(self.config, self.run, self.start.remote, self.start.existing, passed_over)
+                chosen = self._plan_again(passed_over)
         return chosen
 
-    def _failed(self, error: KeepstepError) -> Record:
-        outcome: Record = {
-            "status": "preempted" if isinstance(error, Preempted) else "failed",
-            "class": error.failure_class,
-            "message": error.message,
-            "remedy": error.remedy,
-            "retry": error.retry,
-        }
-        logger.error("%s", error)
+    def _plan_again(self, passed_over: Sequence[Rejection]) -> ResumePlan:
+        start = self.start
+        return make_plan(self.config, self.run, start.remote, start.existing, start.total_steps, passed_over)
+
+    def _classify(self, error: BaseException) -> KeepstepError:
+        """Our error for whatever ended the attempt; a bug keeps its traceback in the log."""
+        if isinstance(error, KeepstepError):
+            return error
+        logger.error("unexpected failure", exc_info=error)
+        if isinstance(error, OSError) and error.errno in NO_ROOM_ERRNOS:
+            return NoRoomError(
+                f"No room for {error.filename or self.run.root}: {error.strerror}.", "Free space, start again."
+            )
+        log = self.run.train_log(self.attempt.number)
+        return BugError(f"{type(error).__name__}: {error}", f"The traceback is in {log}.")
+
+    def _tell(self, error: KeepstepError, outcome: Record) -> None:
+        """Log and event of a failure; a disk that takes neither must not hide what happened."""
         kind = {"preempted": "preempted", "fenced": "fenced"}.get(error.failure_class, "failed")
-        self.events.emit(kind, **{key: value for key, value in outcome.items() if key != "status"})
-        return outcome
+        try:
+            logger.error("%s", error)
+            self.events.emit(kind, **{key: value for key, value in outcome.items() if key != "status"})
+        except OSError as full:
+            print(f"keepstep: the end of the attempt could not be written: {full}", file=sys.stderr)
 
     def _end_processes(self) -> None:
         """End what this attempt started, before its outcome is recorded."""
@@ -218,14 +237,23 @@ class Session:
             self.reaper.stdin.close()
         self.reaper.wait(timeout=30)
 
-    def _end_now(self, failure_class: str, reason: str) -> None:
+    def _end_now(self, failure: KeepstepError) -> None:
         """Leave at once, from a signal or a watcher thread."""
         try:
-            outcome = {"status": "preempted" if failure_class == "preempted" else "failed", "class": failure_class,
-                       "message": reason, "remedy": "", "retry": True}  # fmt: skip
-            self.events.emit("preempted" if failure_class == "preempted" else "failed", **{
-                key: value for key, value in outcome.items() if key != "status"})  # fmt: skip
+            outcome = outcome_of(failure)
+            self._tell(failure, outcome)
             self.attempt.close(outcome)
         finally:
             self._end_processes()
             servers.release(self.run.platform, ProcessRef.current("controller"))
+
+
+def outcome_of(error: KeepstepError) -> Record:
+    """How an attempt that failed stands in attempts/<n>.json."""
+    return {
+        "status": "preempted" if isinstance(error, Preempted) else "failed",
+        "class": error.failure_class,
+        "message": error.message,
+        "remedy": error.remedy,
+        "retry": error.retry,
+    }

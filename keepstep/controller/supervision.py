@@ -90,7 +90,7 @@ def classify(error: BaseException, what: str) -> errors.KeepstepError:
         return errors.WorkerDiedError(f"{what}: a worker died ({_first_line(error)}).")
     if isinstance(cause, (MemoryError, OutOfMemoryError)) or "out of memory" in str(cause).lower():
         return errors.OutOfMemoryError(f"{what}: out of memory ({_first_line(cause)}).")
-    if isinstance(cause, OSError) and cause.errno in (28, 122):
+    if isinstance(cause, OSError) and cause.errno in errors.NO_ROOM_ERRNOS:
         return errors.NoRoomError(
             f"{what}: no room on the filesystem ({cause}).", "Free space or lower checkpoint.keep_last."
         )

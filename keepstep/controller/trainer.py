@@ -209,7 +209,7 @@ class Trainer:
             self.parts.saver.save(self.state, self.parts.ranks)
 
     def _due(self, every: int) -> bool:
-        return due(self.state.global_step, every, self.total_steps, at_end=False)
+        return due(self.state.global_step, every)
 
     def _score_one(self, row: Row, response: Response) -> float:
         text = self.parts.decode(response.token_ids)

@@ -13,8 +13,11 @@ from keepstep.controller.reporting import Reporter, logger
 from keepstep.controller.saver import SaveContext, Saver
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
-from keepstep.errors import ConfigError, Preempted
+from keepstep.errors import Preempted
+from keepstep.preflight.device import resolve_device
+from keepstep.preflight.port import check_port
 from keepstep.rewards.load import load_reward
+from keepstep.rollout.environment import engine_port
 from keepstep.run import read_json
 
 if TYPE_CHECKING:
@@ -30,7 +33,10 @@ def train(session: Session, chosen: ResumePlan) -> None:
         Preempted: asked to leave; the finished step is saved and verified.
     """
     device = resolve_device(session.config.trainer.device)
+    for index in range(NUM_ENGINES):
+        check_port(engine_port(session.config.actor_rollout_ref.rollout, index), "actor_rollout_ref.rollout.port")
     cluster = Cluster(session.config, session.run, session.attempt, device)
+    saver: Saver | None = None
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="data") as loader:
             # The data set and the tokenizer load while the workers import.
@@ -47,6 +53,8 @@ def train(session: Session, chosen: ResumePlan) -> None:
         fit(session, parts, state)
         reporter.close()
     finally:
+        if saver is not None:
+            saver.close()
         cluster.stop()
 
 
@@ -60,6 +68,10 @@ def fit(session: Session, parts: Parts, state: TrainState) -> None:
     if parts.saver.last_saved != state.global_step:
         trainer.save()
     parts.saver.wait()
+    while parts.saver.wanted:
+        # The last save failed its verification; the saver gives up by itself after two in a row.
+        trainer.save()
+        parts.saver.wait()
     if state.global_step < session.start.total_steps:
         raise Preempted(f"Asked to leave: step {state.global_step} is saved and verified.", "The same command goes on.")
 
@@ -195,16 +207,3 @@ def build_parts(
         report=report,
         heed=session.leaving.heed,
     )
-
-
-def resolve_device(device: str) -> str:
-    """`auto` is CUDA where there is a device."""
-    if device != "auto":
-        return device
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
-    if device == "cuda":
-        raise ConfigError("trainer.device=cuda, but no CUDA device is visible.", "Use trainer.device=cpu.")
-    return "cpu"

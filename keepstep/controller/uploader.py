@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 
 from keepstep.attempts import Attempt
+from keepstep.cli.transfer import S3_CONFIG_VARIABLE
 from keepstep.config.schema import S3Config
 from keepstep.controller.children import ChildResult, run_command
 from keepstep.errors import StorageError, StorageRefusedError
@@ -31,7 +32,8 @@ class Uploader:
         self, run: RunDir, config: S3Config, attempt: Attempt, events: EventLog, environment: Mapping[str, str]
     ) -> None:
         self._run, self._config, self._attempt, self._events = run, config, attempt, events
-        self._environment = environment
+        # The settings of this start: config.yaml holds those of the first.
+        self._environment = {**environment, S3_CONFIG_VARIABLE: config.model_dump_json()}
         self._queue: queue.Queue[int | None] = queue.Queue()
         self._failed: dict[int, str] = {}
         self._hurry = threading.Event()
@@ -42,13 +44,15 @@ class Uploader:
         self._queue.put(step)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until every queued step is confirmed.
+        """Wait until every step is confirmed; those that were given up during training are tried once more.
 
         Raises:
             StorageError: one was not confirmed within `timeout_s` or gave up.
             StorageRefusedError: the store said no.
         """
         self._hurry.set()
+        for step in sorted(self._failed):
+            self._queue.put(step)
         self._queue.put(None)
         self._thread.join(timeout=timeout_s)
         where = f"bucket {self._config.bucket or 'keepstep'}"
@@ -67,7 +71,11 @@ class Uploader:
 
     def _work(self) -> None:
         while (step := self._queue.get()) is not None:
-            self._upload(step)
+            try:
+                self._upload(step)
+            except Exception as error:
+                # A thread that died here would look like one that has finished.
+                self._failed[step] = f"{type(error).__name__}: {error}"
 
     def _upload(self, step: int) -> None:
         for number in range(self._config.max_retries + 1):
@@ -90,7 +98,8 @@ class Uploader:
             self._events.emit("upload_failed", step=step, reason=reason, tries=number + 1)
             if final or number == self._config.max_retries:
                 return
-            time.sleep(min(LONGEST_DELAY_S, 2.0**number))
+            if self._hurry.wait(min(LONGEST_DELAY_S, 2.0**number)):
+                self._hurry.clear()
 
 
 def _reason(found: ChildResult) -> tuple[str, bool]:

@@ -34,12 +34,18 @@ class EventLog:
             os.write(self._fd, b"\n")
 
     def emit(self, event: str, **fields: Any) -> Event:
-        """Append one event, make it durable, tell the listeners. Safe from any thread."""
+        """Append one event, make it durable, tell the listeners. Safe from any thread.
+
+        A listener that fails (its terminal or its pipe is gone) is told nothing more: showing must not stop training.
+        """
         record: Event = {"time": utc_now(), "attempt": self.attempt, "event": event, **fields}
         os.write(self._fd, (json.dumps(record, allow_nan=False) + "\n").encode())
         os.fdatasync(self._fd)
-        for listener in self.listeners:
-            listener(record)
+        for listener in list(self.listeners):
+            try:
+                listener(record)
+            except Exception:
+                self.listeners.remove(listener)
         return record
 
     def close(self) -> None:

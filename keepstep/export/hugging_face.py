@@ -56,6 +56,23 @@ def export(checkpoint: Path, target: Path, dtype: str = "float32") -> dict[str, 
     }
 
 
+def check_exportable(checkpoint: Path) -> None:
+    """Whether an export of this checkpoint would load: its names and shapes against its own config, without weights.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected or of another shape.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint / layout.TOKENIZER_DIR))
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {name: tuple(tensor.shape) for name, tensor in read_tensors(checkpoint / layout.ACTOR).items()}
+    differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if differing:
+        raise CheckpointError(f"{checkpoint} cannot be exported: {', '.join(differing[:5])} do not fit its config.")
+
+
 def check(folder: Path, state: dict[str, torch.Tensor], dtype: torch.dtype) -> int:
     """Load the folder offline and compare every tensor; returns the number of parameters.
 

@@ -35,7 +35,6 @@ from keepstep.run import read_json, write_json
 OBJECT_STORE = "object-store"
 PREFECT_SERVER = "prefect-server"
 ROLES = (OBJECT_STORE, PREFECT_SERVER)
-ROLES = (OBJECT_STORE, PREFECT_SERVER)
 BUCKET = "keepstep"
 REGION = "us-east-1"
 OBJECT_STORE_START_S = 60.0

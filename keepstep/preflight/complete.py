@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from keepstep.checkpoint.verify import verify
+from keepstep.config.load import load, resolve_total_steps
 from keepstep.config.schema import RunConfig
+from keepstep.preflight import contract
 from keepstep.run import RunDir, read_json
 
 
 def complete_result(config: RunConfig) -> dict[str, Any] | None:
-    """result.json of a run that reached the step this configuration asks for, else None.
+    """result.json of a run that has reached what this configuration asks for, else None.
 
-    The total may be left to the number of epochs; then what the run recorded counts.
+    Anything that the full checks might refuse (other data, another model, a changed setting, a missing last
+    checkpoint) is left to them: only the same start again is answered here.
     """
     run = RunDir.at(config.trainer.output_dir)
-    if not run.result.is_file():
+    if not (run.result.is_file() and run.has_record() and run.config.is_file()):
         return None
-    result = read_json(run.result)
-    asked = config.trainer.total_training_steps
-    if asked is not None and asked != result["target_step"]:
+    result, record, first = read_json(run.result), read_json(run.record), load(str(run.config))
+    if (config.data, config.actor_rollout_ref.model) != (first.data, first.actor_rollout_ref.model):
         return None
-    uploaded = not config.s3_enabled or result["uploaded"] == result["final_step"]
-    return result if result["final_step"] == result["target_step"] and uploaded else None
+    terms = contract.terms(
+        config,
+        model_fingerprint=record["contract"]["model.fingerprint"],
+        total_steps=resolve_total_steps(config, record["dataset"]["num_rows"]),
+    )
+    if contract.compare(record["contract"], terms) or result["final_step"] != result["target_step"]:
+        return None
+    if config.s3_enabled and result["uploaded"] != result["final_step"]:
+        return None
+    there = run.upload(result["final_step"]).is_file() or verify(run.checkpoint(result["final_step"]), quick=True).ok
+    return result if there else None

@@ -6,11 +6,14 @@ exact bytes is waived in writing. A field that is not here may change freely.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from keepstep.config.schema import RunConfig
 from keepstep.errors import ContractError
+from keepstep.preflight.device import resolve_device
 
 FATAL, CONFIRM = "fatal", "confirm"
 EXACTNESS = "exactness"
@@ -46,6 +49,8 @@ FIELDS: dict[str, str] = {
     "actor_rollout_ref.actor.optim.betas": FATAL,
     "actor_rollout_ref.actor.fsdp_config.model_dtype": FATAL,
     "custom_reward_function.name": FATAL,
+    "custom_reward_function.source": CONFIRM,
+    "data.reward_fn_key": FATAL,
     "trainer.seed": FATAL,
     "trainer.total_training_steps": CONFIRM,
     "trainer.nnodes": CONFIRM,
@@ -76,12 +81,21 @@ def terms(config: RunConfig, *, model_fingerprint: str, total_steps: int) -> dic
             found[field] = model_fingerprint
         elif field == "trainer.total_training_steps":
             found[field] = total_steps
+        elif field == "trainer.device":
+            found[field] = resolve_device(config.trainer.device)
+        elif field == "custom_reward_function.source":
+            found[field] = _source_digest(config.custom_reward_function.path)
         else:
             value: Any = values
             for key in field.split("."):
                 value = value[key]
             found[field] = value
     return found
+
+
+def _source_digest(path: str | None) -> str:
+    """SHA-256 of a reward's file; empty for a dotted path, whose package has its own version."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else ""
 
 
 def compare(then: dict[str, Any], now: dict[str, Any]) -> list[Drift]:

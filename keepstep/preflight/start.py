@@ -31,6 +31,7 @@ from keepstep.errors import (
 )
 from keepstep.platform import servers
 from keepstep.preflight import contract
+from keepstep.preflight.device import resolve_device
 from keepstep.preflight.model import check_model, fingerprint
 from keepstep.processes import ProcessRef
 from keepstep.quickstart.make import PREFIX, made_path, make_data, make_model
@@ -75,6 +76,7 @@ def prepare(config: RunConfig) -> Start:
     existing, remote, notes = find_record(config, run, store)
     train_files, val_files, dataset = check_dataset(config, run, existing)
     total_steps = resolve_total_steps(config, dataset["num_rows"])
+    resolve_device(config.trainer.device)
     load_reward(config.custom_reward_function.name, config.custom_reward_function.path)
     model_fingerprint = check_run_model(config, run, existing)
     terms = contract.terms(config, model_fingerprint=model_fingerprint, total_steps=total_steps)
@@ -82,7 +84,9 @@ def prepare(config: RunConfig) -> Start:
     if existing is not None:
         drifts = contract.compare(existing["contract"], terms)
         waived = contract.enforce(drifts, config.resume.allow, f"The run in {run.root}")
-    chosen = make_plan(config, run, remote, existing)
+    chosen = make_plan(config, run, remote, existing, total_steps)
+    if chosen.step is None and config.actor_rollout_ref.model.path.startswith(PREFIX):
+        make_again(config, run, model_fingerprint)
     return Start(
         config=config,
         run=run,
@@ -102,7 +106,12 @@ def prepare(config: RunConfig) -> Start:
 
 
 def make_plan(
-    config: RunConfig, run: RunDir, remote: Any, existing: Record | None, passed_over: Sequence[Rejection] = ()
+    config: RunConfig,
+    run: RunDir,
+    remote: Any,
+    existing: Record | None,
+    total_steps: int,
+    passed_over: Sequence[Rejection] = (),
 ) -> ResumePlan:
     """Where the run goes on; every candidate that is passed over is verified or named.
 
@@ -118,6 +127,7 @@ def make_plan(
         remote=remote,
         expected_run_id=existing["run_id"] if existing else None,
         only_step=asked_step(run, asked) if asked else None,
+        final_step=total_steps,
         passed_over=passed_over,
     )
 
@@ -178,6 +188,22 @@ def check_run_model(config: RunConfig, run: RunDir, existing: Record | None) -> 
     return fingerprint(folder)
 
 
+def make_again(config: RunConfig, run: RunDir, expected: str) -> None:
+    """A made model that is gone before anything was saved is made once more, and must be the same.
+
+    Raises:
+        ContractError: another machine or library makes another model.
+    """
+    name = config.actor_rollout_ref.model.path
+    found = fingerprint(make_model(name, run))
+    if found != expected:
+        raise ContractError(
+            f"{name} made here is not the model that {run.root} began with (fingerprint {found[:12]}…, recorded "
+            f"{expected[:12]}…).",
+            "Nothing was saved yet: start in a new trainer.output_dir.",
+        )
+
+
 def check_room(run: RunDir) -> None:
     """Some room must be left where the run goes; the needs of a save are checked at the save."""
     parent = run.root
@@ -197,8 +223,10 @@ def check_foreign(run: RunDir) -> None:
     """A folder that holds something other than a Keepstep run is refused."""
     if run.has_record() or not run.root.exists():
         return
-    # A start that was killed between its lease and its record leaves these two behind.
-    strangers = sorted({entry.name for entry in run.root.iterdir()} - {run.attempts.name, "logs"})
+    # What a start leaves that was killed between its lease and its record.
+    ours = {run.attempts.name, run.config.name}
+    names = {entry.name for entry in run.root.iterdir()} - ours
+    strangers = sorted(name for name in names if not name.startswith((f".{run.record.name}.", f".{run.config.name}.")))
     if strangers:
         raise ContractError(
             f"trainer.output_dir: {run.root} holds {', '.join(strangers[:5])} but no run.json: not a Keepstep run.",
@@ -228,8 +256,8 @@ def find_record(
     except StorageRefusedError:
         raise
     except StorageError as error:
-        if local is None:
-            # Whether this is a first start or the store holds the run cannot be known: never silently step 0.
+        if local is None or not run.steps():
+            # What the store holds of the run cannot be known: never silently step 0.
             raise
         return local, None, [f"The store does not answer ({error.message}): planning from local checkpoints alone."]
     if local is not None and kept is not None and kept["run_id"] != local["run_id"]:

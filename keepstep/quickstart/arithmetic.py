@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def write(folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train.parquet", train_rows()), ("val.parquet", val_rows())):
-        temporary = folder / f".{name}.tmp"
+        temporary = folder / f".{name}.tmp-{os.getpid()}"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
         temporary.replace(folder / name)
 

@@ -27,11 +27,17 @@ def make(folder: Path) -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     warm_start(model, tokenizer)
-    temporary = folder.with_name(f".{folder.name}.tmp")
+    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-    os.replace(temporary, folder)
+    try:
+        os.replace(temporary, folder)
+    except OSError:
+        # Another start made the same model in the same moment.
+        shutil.rmtree(temporary)
+        if not (folder / "config.json").is_file():
+            raise
 
 
 def build_tokenizer():

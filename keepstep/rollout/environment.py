@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from keepstep.config.schema import RolloutConfig
 
+PORTS_PER_ENGINE = 16
+
+
+def engine_port(config: RolloutConfig, index: int) -> int:
+    """First port of engine `index`: ranges of engines are disjoint."""
+    return config.port + PORTS_PER_ENGINE * index
+
 
 def engine_environment(config: RolloutConfig, device: str, index: int) -> dict[str, str]:
     """Variables for the process of engine `index`."""
@@ -13,7 +20,7 @@ def engine_environment(config: RolloutConfig, device: str, index: int) -> dict[s
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_PORT": str(config.port + 16 * index),
+        "VLLM_PORT": str(engine_port(config, index)),
     }
     if device != "cpu":
         return common

@@ -1,10 +1,9 @@
-"""What a rollout is, and what the trainer asks of an engine."""
+"""What a rollout is: requests and responses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,3 @@ class Response:
     log_probs: list[float]
     finished: bool
     """False: cut off at the token limit."""
-
-
-class Engine(Protocol):
-    """A rollout engine: samples under the weights of a known version."""
-
-    def update_weights(self, weights: dict[str, Any], version: int) -> None: ...
-
-    def generate(
-        self, requests: list[Request], *, version: int, max_tokens: int, temperature: float
-    ) -> list[Response]: ...

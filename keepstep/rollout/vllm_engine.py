@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -71,8 +70,3 @@ def _response(completion: Any) -> Response:
     token_ids = list(completion.token_ids)
     log_probs = [entry[token].logprob for token, entry in zip(token_ids, completion.logprobs, strict=True)]
     return Response(token_ids, log_probs, completion.finish_reason == "stop")
-
-
-def response_digest(responses: list[Response]) -> str:
-    """Digest of tokens and log-probs, to compare rollouts to the bit."""
-    return hashlib.sha256(repr([(r.token_ids, r.log_probs) for r in responses]).encode()).hexdigest()[:16]

@@ -33,6 +33,6 @@ def workspace() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def reference(workspace: Path) -> Driver:
     """The undisturbed run: 44 steps over 4.4 epochs of ten steps, a checkpoint every five."""
-    driver = Driver(workspace / "reference", OVERRIDES)
+    driver = Driver(workspace / "reference", OVERRIDES, command="make run")
     assert driver.run_to_end() == 0, driver.tail()
     return driver

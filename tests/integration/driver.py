@@ -19,6 +19,7 @@ from keepstep.run import RunDir
 
 Event = dict[str, Any]
 POLL_S = 0.02
+REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass
@@ -39,8 +40,10 @@ class Driver:
 
     def start(self) -> None:
         """Start the command; its output goes to a file beside the run."""
-        arguments = [sys.executable, "-m", "keepstep.cli.main", self.command, "--config", "quickstart"]
-        arguments += [f"trainer.output_dir={self.output_dir}", *self.overrides]
+        settings = [f"trainer.output_dir={self.output_dir}", *self.overrides]
+        arguments = [sys.executable, "-m", "keepstep.cli.main", self.command, "--config", "quickstart", *settings]
+        if self.command == "make run":
+            arguments = ["make", "-C", str(REPOSITORY), "run", f"ARGS={' '.join(settings)}"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=clean_environment()

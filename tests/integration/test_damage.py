@@ -22,6 +22,24 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def test_damaged_step_comes_back_from_the_store(workspace: Path, reference: Driver):
+    """The store's good copy goes where the damaged one stood; with the last step there nothing is trained."""
+    overrides = [*OVERRIDES, f"s3.prefix={reference.run.default_s3_prefix}"]
+    copy = Driver(workspace / "repaired", overrides, command="train")
+    shutil.copytree(reference.run.root, copy.run.root, symlinks=True)
+    copy.run.result.unlink()
+    flip(copy.run.checkpoint(44) / layout.ACTOR)
+    assert copy.run_to_end() == 0, copy.tail()
+    events = [
+        (e["event"], e.get("step")) for e in copy.events() if e["attempt"] == 2 and e["event"] != "attempt_started"
+    ]
+    assert events[:4] == [
+        ("checkpoint_rejected", 44), ("checkpoint_downloaded", 44), ("checkpoint_verified", 44), ("resumed", 44),
+    ]  # fmt: skip
+    assert "step" not in {event for event, _ in events}
+    assert differences(copy.run.checkpoint(44), reference.run.checkpoint(44)) == []
+
+
 def test_four_kinds_of_damage(workspace: Path, reference: Driver):
     """C61, C64, C65, C73: flipped byte, truncated file, missing file, another step's manifest."""
     copy = Driver(workspace / "damaged", [*OVERRIDES, "s3.embedded=false"], command="train")

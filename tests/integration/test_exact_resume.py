@@ -28,14 +28,15 @@ def wait_for_attempt(driver: Driver, attempt: int) -> None:
     driver.wait_for(f"attempt {attempt} resumed", lambda _: attempt in resumed_steps(driver))
 
 
-def kill_writer_during_a_save(driver: Driver) -> ProcessRef:
-    """SIGKILL the writer while its temporary folder stands."""
+def kill_writer_during_a_save(driver: Driver) -> tuple[ProcessRef, int]:
+    """SIGKILL the writer while its temporary folder stands; the process and the step that it was writing."""
     deadline = time.monotonic() + 120
     (writer,) = [ref for ref in driver.processes("writer") if ref.alive()]
     while time.monotonic() < deadline:
-        if any(entry.name.startswith(".tmp-step_") for entry in os.scandir(driver.run.checkpoints)):
-            os.kill(writer.pid, signal.SIGKILL)
-            return writer
+        for entry in os.scandir(driver.run.checkpoints):
+            if entry.name.startswith(".tmp-step_"):
+                os.kill(writer.pid, signal.SIGKILL)
+                return writer, int(entry.name.removeprefix(".tmp-step_").partition("-")[0])
     raise AssertionError(f"no save begun\n{driver.tail()}")
 
 
@@ -56,9 +57,12 @@ def test_killed_run_ends_with_the_same_bytes(workspace: Path, reference: Driver)
     hit.kill("controller")
     wait_for_attempt(hit, 4)
     hit.wait_for_step(21, attempt=4)
-    writer = kill_writer_during_a_save(hit)
+    writer, step = kill_writer_during_a_save(hit)
     hit.wait_for("the writer is back", lambda events: any(e["event"] == "recovered" for e in events))
     assert not writer.alive()
+    assert [e["step"] for e in hit.events() if e["event"] == "worker_lost"] == [step], (
+        "killed after the save, not in it"
+    )
     hit.wait_for("step 20 is in the store", lambda _: hit.run.upload(20).exists())
     hit.wait_for_step(33, attempt=4)
     assert resumed_steps(hit) == {2: 5, 3: 10, 4: 15}

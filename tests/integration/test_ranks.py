@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.integration
 
@@ -83,6 +84,50 @@ def digest(snapshots):
             found.update(state[group][name].numpy().tobytes())
     return found.hexdigest()
 
+def plain_step():
+    # GRPO's loss and AdamW written out on an unsharded model, one update over the whole batch.
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+    batch = batch_of(0)
+    tokens, mask = torch.tensor(batch.tokens), torch.tensor(batch.mask)
+    advantages = torch.tensor(batch.advantages).unsqueeze(1)
+    def log_probs():
+        return model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    with torch.no_grad():
+        old = log_probs()
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.sin(torch.arange(parameter.numel(), dtype=torch.float32)).view_as(parameter))
+    new = log_probs()
+    ratio = (new - old).exp()
+    policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    kl = (old - new).exp() - (old - new) - 1
+    ((policy + 0.5 * kl) * mask).sum().div(mask.sum()).backward()
+    norm = torch.sqrt(sum((p.grad ** 2).sum() for p in model.parameters()))
+    return {name: (p.grad * min(1.0, 1.0 / float(norm))).flatten() for name, p in model.named_parameters()}, float(norm)
+
+def sharded_step(index, world_size, port, out):
+    # The same through a Rank: the old log-probs are the reference's, the policy is moved by the same amount.
+    actor = ActorConfig(ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=5, kl_loss_coef=0.5)
+    rank = Rank(RankSpec(index, world_size, "cpu", sys.argv[1], actor, 1.0, 64, 6, 42, 30.0))
+    rank.connect("127.0.0.1", port)
+    state = {name: value for name, value in torch.load(sys.argv[2] + "/base.pt").items()}
+    moved = {name: value + 0.01 * torch.sin(torch.arange(value.numel(), dtype=torch.float32)).view_as(value)
+             for name, value in state.items()}
+    from keepstep.actor import shards
+    shards.load_full(rank.model, moved, index, world_size)
+    shards.load_full(rank.reference, state, index, world_size)
+    rank.optimizer.step = lambda: None
+    rank.optimizer.zero_grad = lambda: None
+    batch = batch_of(0)
+    (dealt,) = deal(8, 4, 8, world_size)[index]
+    shard = batch.rows(dealt)
+    log_probs = rank.log_probs(shard)
+    metrics = rank.update(shard, {"old": log_probs["ref"], "ref": log_probs["ref"]}, [list(range(len(dealt)))])
+    grads = {name: p.grad.full_tensor().flatten() for name, p in rank.model.named_parameters()}
+    dist.destroy_process_group()
+    if index == 0:
+        torch.save({"grads": grads, "norm": metrics["actor/grad_norm"]}, out)
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -92,6 +137,12 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     build_model(tokenizer).save_pretrained(sys.argv[1])
+    from transformers import AutoModelForCausalLM
+    base = dict(AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).named_parameters())
+    torch.save({name: value.detach() for name, value in base.items()}, sys.argv[2] + "/base.pt")
+    mp.spawn(sharded_step, args=(2, free_port(), sys.argv[2] + "/sharded.pt"), nprocs=2)
+    grads, norm = plain_step()
+    torch.save({"grads": grads, "norm": norm}, sys.argv[2] + "/plain.pt")
     for name, world_size, micro in (("two", 2, 16), ("two-micro", 2, 2), ("one", 1, 32)):
         ports = [free_port(), free_port()]
         mp.spawn(work, args=(world_size, ports, micro, f"{sys.argv[2]}/{name}.json"), nprocs=world_size)
@@ -108,7 +159,8 @@ def reports(tmp_path_factory) -> dict[str, dict]:
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("two", "two-micro", "one")}
+    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("two", "two-micro", "one")}
+    return found | {name: torch.load(folder / f"{name}.pt") for name in ("plain", "sharded")}
 
 
 @pytest.mark.parametrize("name", ["two", "two-micro", "one"])
@@ -125,6 +177,16 @@ def test_learning_rates_are_those_of_an_uninterrupted_run(reports: dict[str, dic
     expected = [1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3 * 0.8535533905932737, 1e-3 * 0.5, 1e-3 * 0.14644660940672627]
     assert reports["two"]["lrs"] == pytest.approx(expected)
     assert reports["two"]["resumed_lrs"] == reports["two"]["lrs"][3:]
+
+
+def test_gradient_is_that_of_the_written_out_loss(reports: dict[str, dict]):
+    """Clipped surrogate plus 0.5 k3, mean over the mini-batch's tokens, norm clipped to 1: plain autograd against two
+    ranks with ragged micro-batches."""
+    plain, sharded = reports["plain"], reports["sharded"]
+    assert sharded["norm"] == pytest.approx(plain["norm"], rel=1e-4)
+    assert plain["norm"] > 1e-3
+    for name, expected in plain["grads"].items():
+        torch.testing.assert_close(sharded["grads"][name], expected, rtol=1e-3, atol=1e-6)
 
 
 def test_world_size_and_micro_batches_change_only_roundings(reports: dict[str, dict]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -137,7 +138,26 @@ def test_other_data_is_refused_with_both_counts(finished: Path, data: Path, tmp_
     assert snapshot(finished) == before
 
 
-def test_store_that_refuses_is_named_before_anything_starts(tmp_path: Path):
+def test_complete_run_with_another_setting_is_refused_all_the_same(finished: Path, reference: Driver):
+    """ "Complete" is an answer to the same start only."""
+    shutil.copyfile(reference.run.result, finished / "result.json")
+    before = snapshot(finished)
+    common = ["trainer.total_training_steps=44", "trainer.save_freq=5"]
+    refused(train(finished, *common, "trainer.seed=7"), 3, "trainer.seed", "42", "7")
+    assert snapshot(finished) == before
+
+
+def test_port_in_use_names_its_holder(tmp_path: Path, workspace: Path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        done = train(workspace / "port", f"actor_rollout_ref.rollout.port={port}")
+    refused(done, 2, f"actor_rollout_ref.rollout.port: port {port} is in use by process {os.getpid()}")
+    assert not (workspace / "port" / "checkpoints").exists()
+
+
+def test_closed_store_is_named_before_anything_starts(tmp_path: Path):
     """A bucket that is not reachable stops a first start: whether the store holds the run cannot be known."""
     done = keepstep(
         "train", f"trainer.output_dir={tmp_path / 'run'}", "s3.embedded=false", "s3.bucket=some-bucket",

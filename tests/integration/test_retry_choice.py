@@ -25,7 +25,7 @@ def wait_until_resumed(driver: Driver, attempt: int) -> Event:
 def test_milestone_beats_newer_step_and_does_not_loop(workspace: Path):
     """C82, C154: 100 before 120; the next retry, having reached no newer multiple, takes the newest verified step.
 
-    Five kills from outside do not stop the run.
+    Kills from outside do not stop the run.
     """
     overrides = ["trainer.total_training_steps=130", "trainer.save_freq=10", "checkpoint.keep_last=50", *QUICK]
     driver = Driver(workspace / "milestone", overrides)

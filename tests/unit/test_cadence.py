@@ -21,5 +21,5 @@ def test_last_step_always_goes_up():
 
 
 def test_due():
-    assert [step for step in range(1, 8) if due(step, 3, 7, at_end=True)] == [3, 6, 7]
-    assert not any(due(step, -1, 7, at_end=False) for step in range(1, 8))
+    assert [step for step in range(1, 8) if due(step, 3)] == [3, 6]
+    assert not any(due(step, -1) for step in range(1, 8))

@@ -68,6 +68,15 @@ def test_k3_is_unbiased_for_the_kl_divergence():
     assert math.isclose((torch.tensor(policy, dtype=torch.float64) * estimate).sum().item(), exact, rel_tol=1e-12)
 
 
+def test_far_off_tokens_stay_finite():
+    """verl's clamps: the log-ratio at +-20, the KL estimate at 10."""
+    one, far = torch.tensor([[1.0]], dtype=torch.float64), torch.tensor([[-900.0]], dtype=torch.float64)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    assert losses.clipped_policy_loss(zero, far, -one, 0.2).item() == math.exp(20)
+    assert losses.kl_k3(far, zero).item() == 10.0
+    assert losses.kl_k3(zero, far).item() == 10.0
+
+
 def test_masked_sum_ignores_non_finite_padding():
     values = torch.tensor([[1.0, float("inf")], [2.0, float("nan")]])
     assert losses.masked_sum(values, torch.tensor([[1.0, 0.0], [1.0, 0.0]])).item() == 3.0

@@ -112,7 +112,7 @@ def resumed(attempt: int, step: int, avoided: int | None = None) -> dict:
         ([started(1), started(2), resumed(2, 100)], 100),
         ([started(1), started(2), resumed(2, 140)], None),
         ([started(2), resumed(2, 100), started(3), resumed(3, 140, avoided=100)], 100),
-        ([started(2), resumed(2, 100), started(3)], None),
+        ([started(2), resumed(2, 100), started(3)], 100),
     ],
 )
 def test_no_loop_rule_reads_the_last_attempt(events: list[dict], expected: int | None):

@@ -26,6 +26,7 @@ def first(steps: list[int], **options) -> int:
         ([80, 100, 120, 140], {"stuck_at": 100}, 140),
         ([100, 140, 200, 220], {"stuck_at": 100}, 200),
         ([0, 20], {}, 20),
+        ([100, 120, 130], {"final_step": 130}, 130),
     ],
 )
 def test_first_choice(steps: list[int], options: dict, expected: int):
