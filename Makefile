@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: run test lint setup clean test-unit test-integration test-gpu exact help
+.PHONY: run test lint setup clean test-unit test-integration test-gpu exact bench-commands help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -39,6 +39,9 @@ exact-%: setup  ## one kill by itself: rank, engine, controller, writer, flow, e
 
 exact: setup  ## all single kills, some fifteen minutes
 	$(BIN)/python -m pytest tests/integration/test_single_kills.py -m long $(ARGS)
+
+bench-commands: setup  ## process time of verify --quick, plan, ls
+	$(BIN)/python -m benchmarks.commands
 
 lint: setup  ## ruff, import rules, types
 	$(BIN)/ruff check .

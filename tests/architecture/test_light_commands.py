@@ -1,9 +1,8 @@
-"""Commands that only look import nothing heavy and take a fraction of a second."""
+"""Commands that only look import nothing heavy."""
 
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from keepstep.run import RunDir, write_json
 from tests.unit import builder
 
 HEAVY = {"torch", "ray", "vllm", "prefect", "transformers", "s3fs", "botocore", "numpy", "tensorboard"}
-PROCESS_S = 0.3
 REPORT = """
 import json, sys
 from keepstep.cli.main import main
@@ -45,20 +43,18 @@ def python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
 
 
-def report(*arguments: str) -> tuple[dict, float]:
-    """(exit status and imported packages, seconds of process time) of a command in a fresh interpreter."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = python(REPORT, *arguments)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return json.loads(done.stderr.splitlines()[-1]), used_s
+def report(*arguments: str) -> dict:
+    """Exit status and imported packages of a command in a fresh interpreter."""
+    command = [sys.executable, "-c", REPORT, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(done.stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize("command", ["verify", "verify --quick", "ls", "plan"])
 def test_looking_is_light(run: RunDir, command: str):
     name, *flags = command.split()
     target = run.checkpoint(40) if name == "verify" else run.root
-    found, _ = report(name, str(target), *flags)
+    found = report(name, str(target), *flags)
     assert found["status"] == 0
     assert not HEAVY & set(found["modules"])
     assert "pyarrow" not in found["modules"]
@@ -70,18 +66,10 @@ def test_dataset_check_is_light(tmp_path: Path):
 
     path = tmp_path / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"]}), path)
-    found, _ = report("dataset", "check", str(path), "--expect-rows", "2")
+    found = report("dataset", "check", str(path), "--expect-rows", "2")
     assert found["status"] == 0
     # Parquet is read in a process of its own, so not even pyarrow is in this one.
     assert not (HEAVY | {"pyarrow"}) & set(found["modules"])
-
-
-@pytest.mark.parametrize("command", ["verify --quick", "ls", "plan"])
-def test_looking_takes_little_process_time(run: RunDir, command: str):
-    """The best of three: other work on the machine slows a process down, nothing speeds it up."""
-    name, *flags = command.split()
-    target = run.checkpoint(40) if name == "verify" else run.root
-    assert min(report(name, str(target), *flags)[1] for _ in range(3)) <= PROCESS_S
 
 
 LIGHT_MODULES = [
