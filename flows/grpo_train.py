@@ -35,7 +35,7 @@ from tasks.dataset import check_dataset
 from tasks.finishing import finish
 from tasks.preflight import preflight
 from tasks.resume import plan_resume
-from tasks.training import with_retries
+from tasks.training import AttemptHistory, with_retries
 
 Event = dict[str, Any]
 
@@ -76,7 +76,9 @@ def train(config: RunConfig, total_steps: int) -> Event:
     show = ProgressPrinter()
     training: PrefectFuture[Event] | None = None
     try:
-        training = with_retries(config.retry, stop).submit(config, events.put, stop)
+        history = AttemptHistory(config.retry)
+        train_grpo = with_retries(config.retry, stop, history)
+        training = train_grpo.submit(config, history.listen(events.put), stop)
         training.add_done_callback(lambda _: events.put(None))
         while (event := events.get()) is not None:
             show(event)

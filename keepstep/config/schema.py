@@ -218,7 +218,7 @@ class ResumeConfig(Section):
 
 class RetryConfig(Section):
     max_retries: NonNegativeInt = 3
-    """Further tries of `train_grpo` within one flow run."""
+    """Failures in a row, without a newly verified step, that are tried again; kills from outside do not count."""
     delays_s: list[NonNegativeFloat] = [2.0, 10.0, 30.0]
     """Wait before each; the last one repeats."""
     jitter: NonNegativeFloat = 0.3

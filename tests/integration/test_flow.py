@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from keepstep.config.schema import RunConfig
-from keepstep.errors import ConfigError, Preempted, WorkerDiedError
+from keepstep.errors import ConfigError, NoProgressError, Preempted, WorkerDiedError
 
 pytestmark = pytest.mark.integration
 
@@ -119,11 +119,22 @@ def test_config_error_is_not_tried_again(train) -> None:
 
 
 def test_retries_end(train) -> None:
-    with pytest.raises(WorkerDiedError, match="third"):
+    with pytest.raises(NoProgressError, match="third"):
         train(
-            raising(WorkerDiedError("first")), raising(WorkerDiedError("second")), raising(WorkerDiedError("third")),
+            raising(NoProgressError("first")), raising(NoProgressError("second")), raising(NoProgressError("third")),
             **{"retry.max_retries": 2},
         )  # fmt: skip
+
+
+def test_kills_do_not_use_up_the_retries(train) -> None:
+    """C154: more kills from outside than `retry.max_retries`, and the run goes on."""
+    killed = raising(WorkerDiedError("rank 1 died"))
+    assert train(killed, killed, killed, killed, good, **{"retry.max_retries": 2})["final_step"] == 40
+
+
+def test_a_failure_that_repeats_at_the_same_step_stops(train) -> None:
+    with pytest.raises(NoProgressError, match="the reward hangs"):
+        train(raising(NoProgressError("the reward hangs")), raising(NoProgressError("the reward hangs")), good)
 
 
 def test_rejected_checkpoint_fails_its_task_run_and_not_the_flow(train) -> None:
@@ -168,7 +179,15 @@ def test_being_asked_to_leave_reaches_the_trainer_once(train) -> None:
 
 
 def test_complete_run_does_nothing(train, tmp_path: Path) -> None:
+    from keepstep.config.load import load, to_yaml
+    from keepstep.preflight import contract
     from keepstep.run import RunDir, write_json
 
-    write_json(RunDir.at(tmp_path / "run").result, result())
+    run = RunDir.at(tmp_path / "run")
+    config = load("quickstart", [f"trainer.output_dir={run.root}", "trainer.total_training_steps=40"])
+    terms = contract.terms(config, model_fingerprint="x", total_steps=40)
+    write_json(run.record, {"run_id": "a", "contract": terms, "dataset": {"num_rows": 640}})
+    run.config.write_text(to_yaml(config))
+    write_json(run.upload(40), {"step": 40})
+    write_json(run.result, result())
     assert train()["final_step"] == 40
