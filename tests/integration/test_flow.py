@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from keepstep.errors import ConfigError, NoProgressError, Preempted, WorkerDiedE
 pytestmark = pytest.mark.integration
 
 Event = dict[str, Any]
+STATES_S = 20.0
 OnEvent = Callable[[Event], None]
 
 
@@ -88,10 +90,16 @@ def task_runs() -> dict[str, str]:
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
     from prefect.client.schemas.sorting import FlowRunSort
 
+    deadline = time.monotonic() + STATES_S
     with get_client(sync_client=True) as client:
         newest = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
-        found = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[newest.id])))
-        return {run.name: run.state_name or "" for run in found}
+        only = FlowRunFilter(id=FlowRunFilterId(any_=[newest.id]))
+        while True:
+            # States travel as events and arrive a moment after the flow's own end.
+            found = client.read_task_runs(flow_run_filter=only)
+            if all(run.state and run.state.is_final() for run in found) or time.monotonic() > deadline:
+                return {run.name: run.state_name or "" for run in found}
+            time.sleep(0.2)
 
 
 def test_every_save_and_upload_is_a_task_run_with_its_step(train) -> None:
