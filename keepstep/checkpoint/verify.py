@@ -21,6 +21,7 @@ from keepstep.checkpoint import layout, strict_json
 from keepstep.checkpoint.digest import FileDigest, digest_parts, drop_from_cache
 from keepstep.checkpoint.manifest import Manifest, ManifestError, parse
 from keepstep.checkpoint.pickle_scan import scan
+from keepstep.checkpoint.tensor_headers import Archive, HeaderError
 from keepstep.run import parse_step
 
 VERIFIED, UNVERIFIED, REJECTED, WEIGHTS_ONLY = "verified", "unverified", "rejected", "weights_only"
@@ -72,6 +73,8 @@ class _Findings:
     reasons: list[str] = field(default_factory=list)
     num_bytes: int = 0
     state: dict[str, Any] | None = None
+    optimizer_steps: set[float] = field(default_factory=set)
+    """Counters of updates in the optimizer's own state."""
     only_missing: bool = False
     """A foreign folder: what is there is sound, all reasons are of missing files."""
 
@@ -164,6 +167,8 @@ def _check_files(folder: Path, manifest: Manifest, quick: bool, found: _Findings
             found.reasons.append(f"{name}: missing")
         else:
             _check_file(folder / name, name, digest, quick, found)
+            if name in layout.TENSOR_FILES and not any(reason.startswith(f"{name}:") for reason in found.reasons):
+                _check_tensors(folder / name, name, manifest, found)
     for name in sorted(present - set(manifest.files) - {layout.MANIFEST}):
         if not name.startswith(layout.ROLLOUT_DIR + "/"):
             found.reasons.append(f"{name}: foreign file, the manifest does not list it")
@@ -180,8 +185,32 @@ def _check_file(path: Path, name: str, digest: FileDigest, quick: bool, found: _
         found.reasons.append(f"{name}: {size} bytes, expected {digest.size}")
     elif not quick and (reason := _compare_content(path, digest)):
         found.reasons.append(f"{name}: {reason}")
-    elif name in layout.TENSOR_FILES:
-        found.reasons += [f"{name}: {reason}" for reason in scan(path)]
+
+
+def _check_tensors(path: Path, name: str, manifest: Manifest, found: _Findings) -> None:
+    """What would be loaded: no code, and the tensors that the manifest lists."""
+    if reasons := scan(path):
+        found.reasons += [f"{name}: {reason}" for reason in reasons]
+        return
+    try:
+        archive = Archive(path)
+    except HeaderError as error:
+        found.reasons.append(f"{name}: {error}")
+        return
+    listed, there = (
+        {info[0]: info[1:] for info in infos} for infos in (manifest.tensors.get(name, []), archive.describe())
+    )
+    for tensor in sorted(listed.keys() | there.keys()):
+        if listed.get(tensor) != there.get(tensor):
+            found.reasons.append(
+                f"{name}: tensor {tensor} is {there.get(tensor)}, the manifest lists {listed.get(tensor)}"
+            )
+            return
+    if name == layout.OPTIMIZER:
+        steps = (
+            tensor for key, tensor in archive.tensors().items() if key.startswith("state.") and key.endswith(".step")
+        )
+        found.optimizer_steps = {archive.scalar(tensor) for tensor in steps}
 
 
 def _compare_content(path: Path, digest: FileDigest) -> str:
@@ -219,6 +248,10 @@ def _check_state(folder: Path, step: int, found: _Findings) -> None:
         found.state = state
         if state["global_step"] != step:
             found.reasons.append(f"{layout.TRAINER_STATE}: global_step {state['global_step']}, expected {step}")
+        updates = state.get("num_updates")
+        if updates is not None and found.optimizer_steps not in (set(), {float(updates)}):
+            counted = ", ".join(f"{value:g}" for value in sorted(found.optimizer_steps))
+            found.reasons.append(f"{layout.OPTIMIZER}: has counted {counted} updates, the trainer's state {updates}")
 
 
 def state_problems(state: Any) -> list[str]:
