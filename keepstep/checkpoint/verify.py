@@ -197,20 +197,16 @@ def _check_tensors(path: Path, name: str, manifest: Manifest, found: _Findings) 
     except HeaderError as error:
         found.reasons.append(f"{name}: {error}")
         return
-    listed, there = (
-        {info[0]: info[1:] for info in infos} for infos in (manifest.tensors.get(name, []), archive.describe())
-    )
+    listed = {info[0]: info[1:] for info in manifest.tensors.get(name, [])}
+    there = {info[0]: info[1:] for info in archive.describe()}
     for tensor in sorted(listed.keys() | there.keys()):
-        if listed.get(tensor) != there.get(tensor):
-            found.reasons.append(
-                f"{name}: tensor {tensor} is {there.get(tensor)}, the manifest lists {listed.get(tensor)}"
-            )
+        actual, expected = there.get(tensor), listed.get(tensor)
+        if actual != expected:
+            found.reasons.append(f"{name}: tensor {tensor} is {actual}, the manifest lists {expected}")
             return
     if name == layout.OPTIMIZER:
-        steps = (
-            tensor for key, tensor in archive.tensors().items() if key.startswith("state.") and key.endswith(".step")
-        )
-        found.optimizer_steps = {archive.scalar(tensor) for tensor in steps}
+        counters = (tensor for key, tensor in archive.tensors().items() if key.endswith(".step"))
+        found.optimizer_steps = {archive.scalar(tensor) for tensor in counters}
 
 
 def _compare_content(path: Path, digest: FileDigest) -> str:
