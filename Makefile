@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: run test lint setup clean test-unit test-integration test-gpu exact bench-commands help
+.PHONY: run test lint setup clean test-unit test-integration test-gpu exact bench-commands chaos help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -42,6 +42,11 @@ exact: setup  ## all single kills, some fifteen minutes
 
 bench-commands: setup  ## process time of verify --quick, plan, ls
 	$(BIN)/python -m benchmarks.commands
+
+N ?= 1
+SEED ?= 1
+chaos: setup  ## N runs under random kills from SEED on, each ending as the undisturbed run
+	$(BIN)/python -m benchmarks.chaos --num $(N) --seed $(SEED)
 
 lint: setup  ## ruff, import rules, types
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -116,8 +117,14 @@ class Driver:
     def kill(self, role: str, index: int = 0) -> ProcessRef:
         """SIGKILL one living process of the newest attempt."""
         victim = [ref for ref in self.processes(role) if ref.alive()][index]
-        os.kill(victim.pid, signal.SIGKILL)
+        self.kill_process(victim)
         return victim
+
+    def kill_process(self, victim: ProcessRef) -> None:
+        """SIGKILL exactly this process, unless it is gone."""
+        if victim.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim.pid, signal.SIGKILL)
 
     def kill_command(self) -> None:
         assert self.process is not None
