@@ -5,6 +5,7 @@ that nobody needs to see its disk. Its last event tells how it ended.
 
 Concurrency:
   reader (caller's thread)  consumes the trainer's output until it ends; hands events to `on_event`
+  silence watcher           ends a trainer of which nothing was heard for longer than its longest legitimate act
   stop watcher              waits for `stop` or the trainer's end (0.2 s polls); sends SIGTERM, or stops the job
   the trainer's stdin       is a pipe that this process holds: it ends within seconds of this process's death
 """
@@ -32,6 +33,7 @@ FLOW_VARIABLE = "KEEPSTEP_FLOW_PROCESS"
 TERMINAL_EVENTS = ("finished", "failed", "preempted", "fenced")
 POLL_S = 0.2
 JOB_POLL_S = 1.0
+SILENCE_MARGIN_S = 120.0
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
@@ -84,14 +86,51 @@ def _run_child(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> E
         text=True,
         errors="replace",
     )
-    watcher = threading.Thread(target=_pass_on_stop, args=(process, stop, config.retry.term_grace_s), daemon=True)
-    watcher.start()
+    silence = _Silence(config, process)
+    for watch in (lambda: _pass_on_stop(process, stop, config.retry.term_grace_s), silence.watch):
+        threading.Thread(target=watch, daemon=True).start()
     assert process.stdout is not None and process.stdin is not None
     with process.stdin, process.stdout:
-        last, tail = _follow(process.stdout, on_event)
+        last, tail = _follow(process.stdout, silence.breaking(on_event))
         status = process.wait(timeout=60)
     _end_leftovers(config, process.pid)
+    if silence.too_long:
+        message = f"Nothing was heard of the trainer's process {process.pid} for {silence.limit_s:.0f} s: it was ended."
+        return terminal_event(errors.NoProgressError(message))
     return last or _lost(f"the trainer's process {process.pid} ended with {status}", tail)
+
+
+class _Silence:
+    """Ends a trainer that says nothing for longer than anything it does may take."""
+
+    def __init__(self, config: RunConfig, process: subprocess.Popen[str]) -> None:
+        longest = (
+            config.timeouts.start_s,
+            config.timeouts.step_s,
+            config.checkpoint.save_timeout_s + config.checkpoint.verify_timeout_s,
+            config.s3.final_timeout_s,
+        )
+        self.limit_s = max(longest) + SILENCE_MARGIN_S
+        self.too_long = False
+        self._process = process
+        self._heard = time.monotonic()
+
+    def breaking(self, on_event: OnEvent) -> OnEvent:
+        """`on_event`, with every event counted as a sign of life."""
+
+        def heard(event: Event) -> None:
+            self._heard = time.monotonic()
+            on_event(event)
+
+        return heard
+
+    def watch(self) -> None:
+        while self._process.poll() is None:
+            time.sleep(POLL_S)
+            if time.monotonic() - self._heard > self.limit_s:
+                self.too_long = True
+                self._process.kill()
+                return
 
 
 def _variables(config: RunConfig) -> dict[str, str]:
