@@ -74,7 +74,8 @@ def judge(
     # A flow on another host cannot be looked at from here: it counts as alive as long as its trainer does.
     if flows and all(flow.host == host and not alive(flow) for flow in flows):
         return Claim("orphan", f"attempt {number}'s trainer {owner['pid']} outlived its flow {flows[0].pid}")
-    return Claim("held", f"attempt {number} runs on this host as process {owner['pid']}")
+    by = f", started by process {flows[0].pid}" if flows else ""
+    return Claim("held", f"attempt {number} runs on this host as process {owner['pid']}{by}")
 
 
 def newest_record(run: RunDir) -> Record | None:

@@ -152,6 +152,12 @@ class NonFiniteError(KeepstepError):
     failure_class = "non_finite"
 
 
+class RewardError(KeepstepError):
+    """The reward function raised, or gave no number: the same response would do it again."""
+
+    failure_class = "reward"
+
+
 class StaleWeightsError(KeepstepError):
     """The engine's log-probs are not the trainer's: it samples from other weights."""
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import keepstep
-from keepstep.errors import EXIT_FAILED, ConfigError, KeepstepError
+from keepstep.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, KeepstepError
 
 Command = Callable[[argparse.Namespace, list[str]], int]
 
@@ -34,7 +33,8 @@ def entry() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = EXIT_FAILED
     except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
+        print("keepstep: asked to leave before anything began.", file=sys.stderr)
+        status = EXIT_PREEMPTED
     sys.exit(status)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -15,12 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from keepstep.checkpoint.history import verified_steps
 from keepstep.cli.train_command import completed, warn
 from keepstep.config.load import load, to_yaml
 from keepstep.config.schema import RunConfig
 from keepstep.errors import EXIT_DONE, ConfigError, KeepstepError, Preempted
 from keepstep.platform import servers
 from keepstep.preflight.complete import complete_result
+from keepstep.preflight.start import check_room
 from keepstep.processes import ProcessRef
 from keepstep.run import PLATFORM_DIR, RunDir, read_json
 
@@ -48,6 +51,7 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
         return EXIT_DONE
     run = RunDir.at(config.trainer.output_dir)
     os.environ.update({key: value for key, value in PREFECT_DEFAULTS.items() if key not in os.environ})
+    check_room(run)
     _connect_prefect(run)
     result = _run_flow(config, flow_parameters(args.config, overrides))
     print(summary(run, result))
@@ -100,7 +104,11 @@ def _run_flow(config: RunConfig, parameters: dict[str, Any]) -> dict[str, Any]:
     try:
         return grpo_train(**parameters)
     except KeyboardInterrupt:
-        raise Preempted("Asked to leave.", "The same command goes on where this one stopped.") from None
+        if (result := complete_result(config)) is not None:
+            return result
+        saved = max(verified_steps(RunDir.at(config.trainer.output_dir)), default=None)
+        state = "nothing was saved yet" if saved is None else f"step {saved} is saved and verified"
+        raise Preempted(f"Asked to leave: {state}.", "The same command goes on.") from None
     except KeepstepError:
         raise
     except Exception as error:
@@ -131,18 +139,19 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 def summary(run: RunDir, result: dict[str, Any]) -> str:
     """What a person wants to know at the end."""
-    rewards = [result["reward_first10"], result["reward_last10"]]
-    first, last = ("-" if reward is None else f"{reward:.3f}" for reward in rewards)
+    first, last = result["reward_first10"], result["reward_last10"]
+    # After the loss of the folder the steps before it are known to nobody here.
+    rewards = [] if first is None else [f"reward       {first:.3f} (first 10 steps) -> {last:.3f} (last 10)"]
     lines = [
         "",
         f"run          {run.root}",
         f"steps        {result['final_step']} of {result['target_step']}, {result['steps_lost']} trained again, "
         f"{result['attempts']} attempt(s)",
-        f"reward       {first} (first 10 steps) -> {last} (last 10)",
+        *rewards,
         *(f"checkpoint   {_state(run, step)}" for step in _known_steps(run)),
         "resume       the same command (this run is complete: it will say so)",
-        f"export       keepstep export {result['final_checkpoint']}",
-        f"Prefect page keepstep ui {run.root}",
+        f"export       keepstep export {shlex.quote(result['final_checkpoint'])}",
+        f"Prefect page keepstep ui {shlex.quote(str(run.root))}",
     ]
     return "\n".join(lines)
 

@@ -24,6 +24,8 @@ LOCAL_ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_AUTH_MODE": "disabled",
+    # Ray's default of 15 would starve ranks and engine next to anything else on the machine.
+    "RAY_worker_niceness": "0",
     # A call after the end would quietly start another cluster.
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -16,7 +16,7 @@ from keepstep import reaper
 from keepstep.attempts import Attempt, end_attempt
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.plan import Rejection, ResumePlan
-from keepstep.checkpoint.publish import quarantine, sweep_temporaries
+from keepstep.checkpoint.publish import point_latest, quarantine, sweep_temporaries
 from keepstep.config.load import to_yaml
 from keepstep.config.schema import RunConfig
 from keepstep.controller.finishing import finish, pending_uploads
@@ -180,6 +180,8 @@ class Session:
             logger.info(sentence)
         if chosen.step is not None:
             self.events.emit("checkpoint_verified", step=chosen.step)
+            if not self.run.latest_link.exists():
+                point_latest(self.run, chosen.step, self.attempt.check)
             folder = self.run.checkpoint(chosen.step)
             self.events.emit("resumed", step=chosen.step, checkpoint=str(folder), plan=chosen.to_record())
         return chosen

@@ -80,7 +80,9 @@ def check(folder: Path, state: dict[str, torch.Tensor], dtype: torch.dtype) -> i
         CheckpointError: a tensor is missing, unexpected or different, or the tokenizer does not load.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     AutoTokenizer.from_pretrained(folder, local_files_only=True)
     loaded = dict(model.named_parameters())

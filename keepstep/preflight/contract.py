@@ -110,7 +110,7 @@ def compare(then: dict[str, Any], now: dict[str, Any]) -> list[Drift]:
     return drifts
 
 
-def enforce(drifts: list[Drift], allow: list[str], where: str) -> list[Drift]:
+def enforce(drifts: list[Drift], allow: list[str], where: str, other_way_out: str = "") -> list[Drift]:
     """Return the waived drifts, or raise.
 
     Raises:
@@ -128,4 +128,4 @@ def enforce(drifts: list[Drift], allow: list[str], where: str) -> list[Drift]:
         )
     else:
         remedy = "Set them back, or give this start a trainer.output_dir of its own."
-    raise ContractError("\n".join(lines), remedy)
+    raise ContractError("\n".join(lines), remedy + other_way_out)

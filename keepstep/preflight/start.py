@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from keepstep.checkpoint.history import uploaded_steps, verified_steps
 from keepstep.checkpoint.plan import Rejection, ResumePlan, plan
 from keepstep.checkpoint.verify import verify
 from keepstep.config.load import resolve_total_steps, validate
@@ -83,7 +85,7 @@ def prepare(config: RunConfig) -> Start:
     waived = []
     if existing is not None:
         drifts = contract.compare(existing["contract"], terms)
-        waived = contract.enforce(drifts, config.resume.allow, f"The run in {run.root}")
+        waived = contract.enforce(drifts, config.resume.allow, f"The run in {run.root}", unsaved(run))
     chosen = make_plan(config, run, remote, existing, total_steps)
     if chosen.step is None and config.actor_rollout_ref.model.path.startswith(PREFIX):
         make_again(config, run, model_fingerprint)
@@ -171,9 +173,16 @@ def check_dataset(config: RunConfig, run: RunDir, existing: Record | None) -> tu
         if differences:
             raise DataError(
                 f"The data set is not the one that {run.root} was started with:\n  " + "\n  ".join(differences),
-                "Bring the recorded files back, or give this start a trainer.output_dir of its own.",
+                "Bring the recorded files back, or give this start a trainer.output_dir of its own." + unsaved(run),
             )
     return train_files, val_files, found
+
+
+def unsaved(run: RunDir) -> str:
+    """What a refused start may do as well when nothing would be lost."""
+    if run.steps() or verified_steps(run) or uploaded_steps(run):
+        return ""
+    return f" Nothing was saved yet: {run.root} may as well be deleted."
 
 
 def check_run_model(config: RunConfig, run: RunDir, existing: Record | None) -> str:
@@ -209,8 +218,13 @@ def check_room(run: RunDir) -> None:
     parent = run.root
     while not parent.exists():
         parent = parent.parent
-    if not parent.is_dir():
-        raise ConfigError(f"trainer.output_dir: {parent} is a file.", "Give a folder.")
+    try:
+        # Asking for permission is not enough: some filesystems permit everything to root and take nothing.
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.output_dir: {parent} takes no files: {error.strerror}.", "Give another folder."
+        ) from None
     free = shutil.disk_usage(parent).free
     if free < MIN_FREE_BYTES:
         raise NoRoomError(

@@ -8,18 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from keepstep.errors import ConfigError
+from keepstep.config.schema import RewardFunctionConfig
+from keepstep.errors import ConfigError, RewardError
 
 RewardFunction = Callable[..., float | dict[str, Any]]
 DEFAULT_FUNCTION = "compute_score"
+DEFAULT_NAME = RewardFunctionConfig().name
 
 
 def load_reward(name: str, path: str | None = None) -> RewardFunction:
     """`name` in the Python file `path`, or `name` as dotted path to a function or to a module with `compute_score`."""
     found = _from_file(Path(path), name) if path else _from_dotted(name)
     if not callable(found):
-        where = path or name
-        raise ConfigError(f"custom_reward_function: {where} holds no function {name!r}.", "Name a callable.")
+        wanted = DEFAULT_FUNCTION if name == DEFAULT_NAME else name
+        raise ConfigError(
+            f"custom_reward_function: {path or name} has no function {wanted!r}.",
+            "Name the function in custom_reward_function.name.",
+        )
     return found
 
 
@@ -27,8 +32,16 @@ def score(
     function: RewardFunction, data_source: str, text: str, ground_truth: str, extra_info: dict[str, Any]
 ) -> float:
     """One response's reward. A dict carries it under `score`, as in verl."""
-    result = function(data_source=data_source, solution_str=text, ground_truth=ground_truth, extra_info=extra_info)
-    return float(result["score"] if isinstance(result, dict) else result)
+    try:
+        result = function(data_source=data_source, solution_str=text, ground_truth=ground_truth, extra_info=extra_info)
+        return float(result["score"] if isinstance(result, dict) else result)
+    except Exception as error:
+        where = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
+        raise RewardError(
+            f"The reward function {where} failed on the response {text[:60]!r} to a row of {data_source!r}: "
+            f"{type(error).__name__}: {error}.",
+            "Mend the function; a reward is a number, or a dict with `score`.",
+        ) from error
 
 
 def _from_file(path: Path, name: str) -> Any:
@@ -43,7 +56,8 @@ def _from_file(path: Path, name: str) -> Any:
         raise ConfigError(
             f"custom_reward_function.path: importing {path} failed: {error!r}.", "Mend the file."
         ) from error
-    return getattr(module, name, getattr(module, DEFAULT_FUNCTION, None))
+    # A file given without a name means its compute_score; a name that it does not have is an error, not a default.
+    return getattr(module, DEFAULT_FUNCTION if name == DEFAULT_NAME else name, None)
 
 
 def _from_dotted(name: str) -> Any:
