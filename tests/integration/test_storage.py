@@ -17,6 +17,7 @@ import pytest
 
 from keepstep.checkpoint import layout, manifest
 from keepstep.checkpoint.digest import digest_file
+from keepstep.checkpoint.tensor_headers import Archive
 from keepstep.checkpoint.verify import verify
 from keepstep.cli.main import main
 from keepstep.config.schema import S3Config
@@ -93,10 +94,11 @@ def write_step(
     (folder / layout.TRAINER_STATE).write_text(json.dumps(state))
     (folder / layout.CONFIG).write_text(CONFIG_YAML)
     files = {name: digest_file(folder / name) for name in (*layout.TENSOR_FILES, layout.TRAINER_STATE, layout.CONFIG)}
+    tensors = {name: Archive(folder / name).describe() for name in layout.TENSOR_FILES}
     (folder / layout.MANIFEST).write_bytes(
         manifest.build(
             run_id=run_id, attempt=attempt, step=step, world_size=1, required=list(layout.required_files()),
-            files=files, tensors={}, metrics={}, nonfinite={},
+            files=files, tensors=tensors, metrics={}, nonfinite={},
         )
     )  # fmt: skip
     assert verify(folder).resumable
