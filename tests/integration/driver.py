@@ -85,6 +85,14 @@ class Driver:
 
         self.wait_for(f"step {step}", reached, timeout_s)
 
+    def wait_for_verified(self, step: int, timeout_s: float = 150) -> None:
+        """Wait until `step` is published and verified: only then does a later attempt resume there."""
+        self.wait_for(
+            f"step {step} verified",
+            lambda events: any(event["event"] == "checkpoint_verified" and event["step"] == step for event in events),
+            timeout_s,
+        )
+
     def wait_for_another_process_step(self, step: int, timeout_s: float = 60) -> None:
         """Wait for a step of a trainer whose command is gone."""
         deadline = time.monotonic() + timeout_s

@@ -47,12 +47,15 @@ def test_killed_run_ends_with_the_same_bytes(workspace: Path, reference: Driver)
     """
     hit = Driver(workspace / "hit", OVERRIDES)
     hit.start()
+    hit.wait_for_verified(5)
     hit.wait_for_step(7)
     hit.kill("rank", 1)
     wait_for_attempt(hit, 2)
+    hit.wait_for_verified(10)
     hit.wait_for_step(13, attempt=2)
     hit.kill("engine")
     wait_for_attempt(hit, 3)
+    hit.wait_for_verified(15)
     hit.wait_for_step(18, attempt=3)
     hit.kill("controller")
     wait_for_attempt(hit, 4)
@@ -64,6 +67,7 @@ def test_killed_run_ends_with_the_same_bytes(workspace: Path, reference: Driver)
         "killed after the save, not in it"
     )
     hit.wait_for("step 20 is in the store", lambda _: hit.run.upload(20).exists())
+    hit.wait_for_verified(30)
     hit.wait_for_step(33, attempt=4)
     assert resumed_steps(hit) == {2: 5, 3: 10, 4: 15}
 

@@ -78,7 +78,7 @@ def test_job_is_followed_and_taken_over(workspace: Path, cluster: str):
     ]  # fmt: skip
     driver = Driver(workspace / "job", overrides, command="train")
     driver.start()
-    driver.wait_for_step(5)
+    driver.wait_for_verified(4)
     driver.kill_command()
     orphans = driver.all_processes()
     assert any(ref.alive() for ref in orphans if ref.role == "controller")

@@ -30,7 +30,8 @@ def test_milestone_beats_newer_step_and_does_not_loop(workspace: Path):
     overrides = ["trainer.total_training_steps=130", "trainer.save_freq=10", "checkpoint.keep_last=50", *QUICK]
     driver = Driver(workspace / "milestone", overrides)
     driver.start()
-    driver.wait_for_step(123, timeout_s=240)
+    driver.wait_for_verified(120, timeout_s=240)
+    driver.wait_for_step(123)
     driver.kill("rank")
     first = wait_until_resumed(driver, 2)
     assert (first["step"], first["plan"]["newest"], first["plan"]["steps_given_up"]) == (100, 120, 20)
@@ -53,6 +54,7 @@ def test_another_multiple_is_honoured_and_replays_are_equal(workspace: Path):
     overrides = ["trainer.total_training_steps=36", "trainer.save_freq=5", "checkpoint.keep_last=50", *QUICK]
     driver = Driver(workspace / "multiple", [*overrides, "resume.prefer_multiple=20"])
     driver.start()
+    driver.wait_for_verified(30)
     driver.wait_for_step(33)
     driver.kill("rank", 1)
     event = wait_until_resumed(driver, 2)
