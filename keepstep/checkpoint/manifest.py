@@ -53,13 +53,14 @@ def build(
     tensors: dict[str, TensorInfo],
     metrics: dict[str, Any],
     nonfinite: dict[str, int],
+    kind: str = layout.FULL,
 ) -> bytes:
-    """The manifest's bytes."""
+    """The manifest's bytes; `kind` is the layout."""
     records = {path: digest.to_record() for path, digest in files.items()}
     for path in tensors:
         records[path] |= {"tensors": tensors[path], "num_nonfinite": nonfinite.get(path, 0)}
     rest: dict[str, Any] = {
-        "layout": layout.LAYOUT,
+        "layout": kind,
         "version": layout.LAYOUT_VERSION,
         "run_id": run_id,
         "attempt": attempt,
@@ -102,10 +103,11 @@ def parse(data: bytes) -> Manifest:
         raise ManifestError("`self` or the canonical form does not match: the file was changed")
     version = value.get("version")
     # `True` equals 1.
-    if value.get("layout") != layout.LAYOUT or type(version) is not int or version != layout.LAYOUT_VERSION:
+    known = value.get("layout") in (layout.FULL, layout.SHARDED)
+    if not known or type(version) is not int or version != layout.LAYOUT_VERSION:
         raise ManifestError(
             f"layout {value.get('layout')!r} version {version!r}, "
-            f"this release reads {layout.LAYOUT!r} version {layout.LAYOUT_VERSION}"
+            f"this release reads {layout.FULL!r} and {layout.SHARDED!r} version {layout.LAYOUT_VERSION}"
         )
     return _typed(value)
 
