@@ -24,7 +24,7 @@ from prefect.futures import wait as wait_for_futures
 from prefect.logging import get_run_logger
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from keepstep.checkpoint.cadence import upload_due
+from keepstep.checkpoint.inventory import goes_to_store
 from keepstep.cli.progress import ProgressPrinter, describe
 from keepstep.config.load import load
 from keepstep.config.schema import RunConfig
@@ -120,7 +120,7 @@ class CheckpointTasks:
             self._verify(step)
         elif kind == "checkpoint_verified" and step in self._verifications:
             _resolve(self._verifications.pop(step), event)
-            if self._upload_due(step):
+            if goes_to_store(self._config, step, self._total_steps):
                 self._upload(step)
         elif kind == "checkpoint_rejected" and step in self._verifications:
             _fail(self._verifications.pop(step), CheckpointError(f"Step {step} was rejected: {event['reason']}"))
@@ -148,14 +148,6 @@ class CheckpointTasks:
             self._uploads[step] = Future()
             self._submitted.append(upload_checkpoint.submit(step, self._uploads[step], None))
         return self._uploads[step]
-
-    def _upload_due(self, step: int) -> bool:
-        return self._config.s3_enabled and upload_due(
-            step,
-            save_freq=self._config.trainer.save_freq,
-            upload_interval=self._config.s3.upload_interval,
-            last_step=self._total_steps,
-        )
 
     def _end(self, waiting: dict[int, Future[Event]], reason: str) -> None:
         for step, confirmed in waiting.items():

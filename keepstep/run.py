@@ -2,8 +2,8 @@
 
 run.json  config.yaml  result.json  events.jsonl  metrics.jsonl  tensorboard/
 logs/attempt_<n>/train.log    attempts/<n>.json
-checkpoints/step_<N>/  checkpoints/latest -> step_<N>  checkpoints/latest.txt
-quarantine/step_<N>.<reason>.<k>/    export/
+checkpoints/step_<N>/  checkpoints/latest -> step_<N>  checkpoints/latest.txt  checkpoints/best  checkpoints/best.txt
+quarantine/step_<N>.<reason>.<k>/    pins/<N>    export/
 """
 
 from __future__ import annotations
@@ -82,6 +82,18 @@ class RunDir:
     @property
     def latest_text(self) -> Path:
         return self.checkpoints / "latest.txt"
+
+    @property
+    def best_link(self) -> Path:
+        return self.checkpoints / "best"
+
+    @property
+    def pins(self) -> Path:
+        """Steps that a person keeps: an empty file pins/<step> each."""
+        return self.root / "pins"
+
+    def pin(self, step: int) -> Path:
+        return self.pins / str(step)
 
     @property
     def quarantine(self) -> Path:

@@ -47,19 +47,21 @@ def quarantine(run: RunDir, folder: Path, step: int, reason: str, check_fence: F
     return target
 
 
-def point_latest(run: RunDir, step: int, check_fence: Fence) -> None:
-    """Move `latest` (a relative link) and `latest.txt` to a verified step."""
+def point(link: Path, run: RunDir, step: int, check_fence: Fence) -> None:
+    """Move a pointer (`run.latest_link` or `run.best_link`) and the text beside it to a verified step."""
     target = run.checkpoint(step).name
-    temporary = run.checkpoints / f"{TEMPORARY_PREFIX}latest"
+    if link.is_symlink() and os.readlink(link) == target and link.with_suffix(".txt").is_file():
+        return
+    temporary = run.checkpoints / f"{TEMPORARY_PREFIX}{link.name}"
     temporary.unlink(missing_ok=True)
     # Relative to the link's own folder, so that a moved run keeps a working link.
     temporary.symlink_to(target)
     check_fence()
-    if run.latest_link.is_dir() and not run.latest_link.is_symlink():
+    if link.is_dir() and not link.is_symlink():
         # A copy from a store without links stands in its place; a link cannot replace a folder.
-        quarantine(run, run.latest_link, step, "latest-copy", check_fence)
-    os.replace(temporary, run.latest_link)
-    write_atomic(run.latest_text, f"{target}\n".encode())
+        quarantine(run, link, step, f"{link.name}-copy", check_fence)
+    os.replace(temporary, link)
+    write_atomic(link.with_suffix(".txt"), f"{target}\n".encode())
 
 
 def remove(run: RunDir, step: int, check_fence: Fence) -> None:

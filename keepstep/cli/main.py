@@ -74,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_training(commands)
     _add_checkpoints(commands)
+    _add_retention(commands)
     _add_store(commands)
     _add_export(commands)
     _add_dataset(commands)
@@ -124,6 +125,17 @@ def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
             "--remote", action="store_true", help="ask the store, instead of what the run recorded of it"
         )
         parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _add_retention(commands: argparse._SubParsersAction) -> None:
+    prune = _add(commands, "prune", _prune, "delete the checkpoints on disk that no rule keeps")
+    prune.add_argument("run", metavar="RUN", help="the run's folder")
+    prune.add_argument("--dry-run", action="store_true", help="say which would go and why, delete nothing")
+    prune.add_argument("--json", action="store_true", help="one JSON object")
+    pin = _add(commands, "pin", _pin, "keep a step for ever")
+    pin.add_argument("run", metavar="RUN", help="the run's folder")
+    pin.add_argument("step", type=int, metavar="STEP", help="which one")
+    pin.add_argument("--remove", action="store_true", help="let the rules decide over it again")
 
 
 def _add_store(commands: argparse._SubParsersAction) -> None:
@@ -198,6 +210,18 @@ def _plan(args: argparse.Namespace, _: list[str]) -> int:
     from keepstep.cli import inspect_commands
 
     return inspect_commands.plan_command(args)
+
+
+def _prune(args: argparse.Namespace, _: list[str]) -> int:
+    from keepstep.cli import retention_commands
+
+    return retention_commands.prune(args)
+
+
+def _pin(args: argparse.Namespace, _: list[str]) -> int:
+    from keepstep.cli import retention_commands
+
+    return retention_commands.pin(args)
 
 
 def _upload(args: argparse.Namespace, _: list[str]) -> int:

@@ -10,6 +10,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+EMBEDDED_BUCKET = "keepstep"
+"""Bucket of the embedded store."""
+
 
 class Section(BaseModel):
     model_config = ConfigDict(
@@ -176,12 +179,22 @@ class TrainerConfig(Section):
 
 
 class CheckpointConfig(Section):
-    layout: Literal["full"] = "full"
-    """One file per role."""
+    layout: Literal["full", "sharded"] = "full"
+    """`full`: one file per role. `sharded`: one per role and rank, each written on its rank's own node."""
     keep_last: PositiveInt = 3
     """Newest verified checkpoints that stay on disk."""
     keep_every: PositiveInt = 100
     """Every multiple of this stays as well."""
+    keep_best: NonNegativeInt = 1
+    """So many of the best by `best_metric` stay as well; `checkpoints/best` points to the first of them."""
+    best_metric: str = "val/reward/mean"
+    """What "best" is measured by; a checkpoint has it when its very step was validated."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether more or less of it is better."""
+    max_disk_bytes: PositiveInt | None = None
+    """Over this only the newest, the newest multiple, the best, pinned ones and those in use have a claim to stay."""
+    on_no_room: Literal["stop", "skip"] = "stop"
+    """When there is no room for a save: stop the run, or skip this save and go on; the last one is never skipped."""
     save_timeout_s: PositiveFloat = 1800.0
     """Longest time that writing one checkpoint may take."""
     verify_timeout_s: PositiveFloat = 1800.0
@@ -198,6 +211,14 @@ class S3Config(Section):
     prefix: str | None = None
     """Key prefix of the run; None: the folder's name and 8 hex digits of the SHA-256 of its absolute path."""
     region: str | None = None
+    max_bandwidth: PositiveInt | None = None
+    """Bytes per second of uploads and downloads, each on average over a few parts; None: no limit."""
+    storage_class: str | None = None
+    """S3 storage class of everything that is stored; None: the bucket's default. It must be readable at once."""
+    sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
+    """Server-side encryption of everything that is stored; None: the bucket's default."""
+    sse_kms_key_id: str | None = None
+    """Key of `aws:kms`; None: the account's default key."""
     upload_interval: PositiveInt = 100
     """Steps between uploads: the first save at or after each multiple goes up, and the last one."""
     max_retries: NonNegativeInt = 8

@@ -5,13 +5,11 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from keepstep.checkpoint.cadence import upload_due
-from keepstep.checkpoint.history import uploaded_steps, verified_steps
-from keepstep.config.schema import RunConfig
+from keepstep.checkpoint.history import uploaded_steps
+from keepstep.checkpoint.inventory import is_confirmed
 from keepstep.errors import CheckpointError, StorageError
 from keepstep.events.log import last_step_rows, read_jsonl, utc_now
-from keepstep.platform import servers
-from keepstep.run import RunDir, read_json, write_json
+from keepstep.run import RunDir, write_json
 
 if TYPE_CHECKING:
     from keepstep.controller.session import Session
@@ -64,32 +62,6 @@ def build_result(run: RunDir, total_steps: int) -> Record:
         "reward_last10": _mean(rewards[-NUM_REWARDS:]),
         "wall_s": round((datetime.fromisoformat(utc_now()) - begin).total_seconds(), 3),
     }
-
-
-def pending_uploads(config: RunConfig, run: RunDir, total_steps: int) -> list[int]:
-    """Verified steps on disk that belong into the store and are not confirmed to be there, oldest first."""
-    verified = verified_steps(run)
-    return [
-        step
-        for step in run.steps()
-        if step in verified
-        and not is_confirmed(config, run, step)
-        and upload_due(
-            step,
-            save_freq=config.trainer.save_freq,
-            upload_interval=config.s3.upload_interval,
-            last_step=total_steps,
-        )
-    ]
-
-
-def is_confirmed(config: RunConfig, run: RunDir, step: int) -> bool:
-    """Whether the store that is configured now has confirmed this step."""
-    if not run.upload(step).is_file():
-        return False
-    record = read_json(run.upload(step))
-    here = (config.s3.bucket or servers.BUCKET, config.s3.prefix or run.default_s3_prefix)
-    return (record["bucket"], record["prefix"]) == here
 
 
 def _mean(values: list[float]) -> float | None:

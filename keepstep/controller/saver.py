@@ -21,10 +21,9 @@ from typing import Any
 import ray
 
 from keepstep.attempts import Attempt
-from keepstep.checkpoint import retention
-from keepstep.checkpoint.cadence import upload_due
 from keepstep.checkpoint.history import verified_steps
-from keepstep.checkpoint.publish import point_latest, quarantine, remove
+from keepstep.checkpoint.inventory import decide_for, goes_to_store, is_confirmed, retire
+from keepstep.checkpoint.publish import point, quarantine
 from keepstep.checkpoint.writer import SaveRequest, SaveResult
 from keepstep.config.schema import RunConfig
 from keepstep.controller.children import run_command
@@ -146,9 +145,9 @@ class Saver:
             self._reject(request.step, reasons)
             return
         self._num_failures = 0
-        point_latest(self.context.run, request.step, self.attempt.check)
+        point(self.context.run.latest_link, self.context.run, request.step, self.attempt.check)
         self._retire(request.step)
-        if self.uploader is not None and self._upload_due(request.step):
+        if self.uploader is not None and self._goes_to_store(request.step):
             self.uploader.add(request.step)
 
     def _write(self, request: SaveRequest, snapshots: list[Any], reference: list[Any]) -> SaveResult:
@@ -202,26 +201,29 @@ class Saver:
             )
 
     def _retire(self, newest: int) -> None:
-        """Delete verified checkpoints that no rule keeps."""
+        """Point `best` to the best checkpoint that stays, and delete those that no rule keeps."""
         run, checkpoint = self.context.run, self.context.config.checkpoint
-        verified = verified_steps(run) | {newest}
-        on_disk = [step for step in run.steps() if step in verified]
-        waiting = {step for step in on_disk if self._upload_due(step) and not run.upload(step).exists()}
-        needed = waiting | {newest} | ({self.context.resumed_step} if self.context.resumed_step else set())
-        for step in retention.to_delete(
-            on_disk, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every, needed=needed
-        ):
-            remove(run, step, self.attempt.check)
-            self.events.emit("checkpoint_pruned", step=step)
-
-    def _upload_due(self, step: int) -> bool:
         config = self.context.config
-        return config.s3_enabled and upload_due(
-            step,
-            save_freq=config.trainer.save_freq,
-            upload_interval=config.s3.upload_interval,
-            last_step=self.context.total_steps,
+        waiting = {step for step in run.steps() if self._goes_to_store(step) and not is_confirmed(config, run, step)}
+        in_use = (self.context.resumed_step, self.uploader.current if self.uploader else None)
+        decision = decide_for(
+            run,
+            checkpoint,
+            run_id=self.context.run_id,
+            verified=verified_steps(run) | {newest},
+            waiting=frozenset(waiting),
+            in_use=frozenset(step for step in in_use if step is not None),
         )
+        # First the pointer: it must not name a step that is gone.
+        if decision.best is not None:
+            point(run.best_link, run, decision.best, self.attempt.check)
+        retire(
+            run, decision, self.attempt.check,
+            lambda step, reason: self.events.emit("checkpoint_pruned", step=step, reason=reason),
+        )  # fmt: skip
+
+    def _goes_to_store(self, step: int) -> bool:
+        return goes_to_store(self.context.config, step, self.context.total_steps)
 
     def _reference_step(self) -> int | None:
         """A verified step on disk whose reference this run's next save can link."""

@@ -15,11 +15,12 @@ import keepstep
 from keepstep import reaper
 from keepstep.attempts import Attempt, end_attempt
 from keepstep.checkpoint import layout
+from keepstep.checkpoint.inventory import waiting_steps
 from keepstep.checkpoint.plan import Rejection, ResumePlan
-from keepstep.checkpoint.publish import point_latest, quarantine, sweep_temporaries
+from keepstep.checkpoint.publish import point, quarantine, sweep_temporaries
 from keepstep.config.load import to_yaml
 from keepstep.config.schema import RunConfig
-from keepstep.controller.finishing import finish, pending_uploads
+from keepstep.controller.finishing import finish
 from keepstep.controller.leaving import Leaving
 from keepstep.controller.reporting import log_config, logger, open_log
 from keepstep.controller.uploader import Uploader
@@ -106,7 +107,7 @@ class Session:
         chosen = self._take_up()
         if self.config.s3_enabled:
             self.uploader = Uploader(self.run, self.config.s3, self.attempt, self.events, self.start.environment)
-            for step in pending_uploads(self.config, self.run, self.start.total_steps):
+            for step in waiting_steps(self.config, self.run, self.start.total_steps):
                 self.uploader.add(step)
         if (chosen.step or 0) < self.start.total_steps:
             from keepstep.controller.training import train
@@ -181,7 +182,7 @@ class Session:
         if chosen.step is not None:
             self.events.emit("checkpoint_verified", step=chosen.step)
             if not self.run.latest_link.exists():
-                point_latest(self.run, chosen.step, self.attempt.check)
+                point(self.run.latest_link, self.run, chosen.step, self.attempt.check)
             folder = self.run.checkpoint(chosen.step)
             self.events.emit("resumed", step=chosen.step, checkpoint=str(folder), plan=chosen.to_record())
         return chosen

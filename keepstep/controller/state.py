@@ -22,7 +22,7 @@ class TrainState:
     num_response_tokens: int = 0
     """Tokens trained on."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the last step and the last validation; nothing that depends on time."""
+    """Metrics of the last step, with its validation if it had one; nothing that depends on time."""
 
     def to_record(self, num_rows: int) -> dict[str, Any]:
         """trainer_state.json without the random streams; `epoch` is that of the next row, from 1."""

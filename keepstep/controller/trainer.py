@@ -163,7 +163,8 @@ class Trainer:
         state.train_dataset_offset += len(rewards)
         state.num_updates += actor.ppo_epochs * (len(rewards) // actor.ppo_mini_batch_size)
         state.num_response_tokens += int(batch.mask.sum())
-        state.metrics = {**{k: v for k, v in state.metrics.items() if k.startswith("val/")}, **metrics}
+        # Only this step's: a checkpoint that carried an earlier validation could pass for the best.
+        state.metrics = dict(metrics)
 
     def sync_weights(self) -> None:
         """Give the engines the policy's weights as version `global_step`."""

@@ -36,6 +36,8 @@ class Uploader:
         self._environment = {**environment, S3_CONFIG_VARIABLE: config.model_dump_json()}
         self._queue: queue.Queue[int | None] = queue.Queue()
         self._failed: dict[int, str] = {}
+        self.current: int | None = None
+        """The step that is being uploaded."""
         self._hurry = threading.Event()
         self._thread = threading.Thread(target=self._work, name="uploader", daemon=True)
         self._thread.start()
@@ -78,6 +80,7 @@ class Uploader:
                 self._failed[step] = f"{type(error).__name__}: {error}"
 
     def _upload(self, step: int) -> None:
+        self.current = step
         for number in range(self._config.max_retries + 1):
             begin = time.monotonic()
             found = run_command(

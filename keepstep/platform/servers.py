@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keepstep.config.schema import EMBEDDED_BUCKET
 from keepstep.errors import ConfigError, KeepstepError, NoProgressError, StorageError
 from keepstep.platform import guard
 from keepstep.processes import ProcessRef, terminate
@@ -35,7 +36,7 @@ from keepstep.run import read_json, write_json
 OBJECT_STORE = "object-store"
 PREFECT_SERVER = "prefect-server"
 ROLES = (OBJECT_STORE, PREFECT_SERVER)
-BUCKET = "keepstep"
+BUCKET = EMBEDDED_BUCKET
 REGION = "us-east-1"
 OBJECT_STORE_START_S = 60.0
 PREFECT_START_S = 180.0

@@ -76,6 +76,7 @@ LIGHT_MODULES = [
     "keepstep.attempts",
     "keepstep.checkpoint.digest",
     "keepstep.checkpoint.history",
+    "keepstep.checkpoint.inventory",
     "keepstep.checkpoint.layout",
     "keepstep.checkpoint.manifest",
     "keepstep.checkpoint.plan",

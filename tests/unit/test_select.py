@@ -1,8 +1,7 @@
-"""Which checkpoint a retry resumes from, and which may go: tables."""
+"""Which checkpoint a retry resumes from: tables."""
 
 import pytest
 
-from keepstep.checkpoint.retention import to_delete
 from keepstep.checkpoint.select import Candidate, order
 
 
@@ -48,19 +47,3 @@ def test_local_copy_comes_before_the_stores():
         policy="latest", prefer_multiple=100, max_rewind_steps=None,
     )  # fmt: skip
     assert [(c.step, c.source) for c, _ in found] == [(40, "local"), (40, "s3"), (20, "local")]
-
-
-@pytest.mark.parametrize(
-    ("verified", "keep_last", "keep_every", "needed", "expected"),
-    [
-        ([20, 40, 60, 80], 3, 100, set(), [20]),
-        ([80, 100, 120, 140, 160], 2, 100, set(), [80, 120]),
-        ([9900, 9950, 10050], 1, 100, set(), [9950]),  # C56: numeric order; 9900 is a multiple
-        ([20, 40, 60], 1, 100, {20}, [40]),
-        ([20], 1, 100, set(), []),
-        ([], 3, 100, set(), []),
-    ],
-)
-def test_retention(verified, keep_last, keep_every, needed, expected):
-    """C46, C50, C56: from what is on disk, in numeric order, sparing what is needed."""
-    assert to_delete(verified, keep_last=keep_last, keep_every=keep_every, needed=needed) == expected

@@ -9,7 +9,7 @@ import torch
 
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.manifest import parse
-from keepstep.checkpoint.publish import point_latest
+from keepstep.checkpoint.publish import point
 from keepstep.checkpoint.reader import read
 from keepstep.checkpoint.verify import verify
 from keepstep.errors import ExactnessError, FencedError
@@ -123,7 +123,7 @@ def test_latest_is_a_relative_link_and_a_text(tmp_path: Path):
     """C89, C92: the link survives a move of the run, and a plain text says the same."""
     run = builder.run_in(tmp_path)
     builder.write(run, 20)
-    point_latest(run, 20, lambda: None)
+    point(run.latest_link, run, 20, lambda: None)
     moved = run.root.rename(tmp_path / "moved")
     assert verify(moved / "checkpoints" / "latest").step == 20
     assert (moved / "checkpoints" / "latest.txt").read_text() == "step_20\n"
