@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from keepstep.checkpoint.digest import FileDigest
 from keepstep.errors import StorageError
+
+OnBytes = Callable[[int], None]
+"""Told after each part how many bytes are done, whether they went over the wire or were there already."""
+
+
+def ignore_bytes(_num_bytes: int) -> None: ...
 
 
 class LocalFileError(StorageError):
@@ -44,16 +51,19 @@ class ObjectStore(Protocol):
         """The root as a person writes it: `s3://bucket/prefix`."""
         ...
 
-    def put_file(self, path: Path, key: str, digest: FileDigest) -> None:
-        """Upload a file and confirm it. On return the object has exactly the content of `digest`.
+    def put_file(self, path: Path, key: str, digest: FileDigest, on_bytes: OnBytes = ignore_bytes) -> None:
+        """Upload a file under a free key and confirm it. On return the object has exactly the content of `digest`.
+
+        Parts that an interrupted upload of the same content left on the server are not sent again.
 
         Raises:
             LocalFileError: the file differs from `digest`; no object is made.
+            StorageError: also when another object stands there already: it is not replaced.
         """
         ...
 
-    def get_file(self, key: str, path: Path, digest: FileDigest) -> None:
-        """Download into a new file, compared with `digest` part by part, fsynced.
+    def get_file(self, key: str, path: Path, digest: FileDigest, on_bytes: OnBytes = ignore_bytes) -> None:
+        """Download into a file, compared with `digest` part by part, fsynced. Parts that it holds are not fetched.
 
         Raises:
             DamagedObjectError: the object is missing or differs; the file is then incomplete.

@@ -2,13 +2,18 @@
 
     <prefix>/run.json  <prefix>/config.yaml  <prefix>/attempts/<n>.json
     <prefix>/checkpoints/step_<N>/<file>     manifest.json last, by a conditional write
+    <prefix>/shared/<digest>                 the files of ref/, once per content
 
-A step without its manifest is not there. Only one process uploads for a run at a time (the owner of the run), so
-unfinished uploads found under a step are leftovers.
+A step without its manifest is not there. `object_key` says where a step's file lies.
+
+A download goes into `checkpoints/.download-step_<N>/`, always the same for a step: what a killed one left there is
+hashed part by part and what is good is kept. Every byte written there has been verified, so two downloads of a step
+at a time do not harm one another. The folders of other steps are leftovers; the next download deletes them.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -20,19 +25,21 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.checkpoint import layout
+from keepstep.checkpoint.digest import FileDigest
 from keepstep.checkpoint.manifest import Manifest, ManifestError, parse
 from keepstep.checkpoint.publish import publish
 from keepstep.checkpoint.verify import REJECTED, VERIFIED, Verdict, verify
 from keepstep.config.schema import S3Config
-from keepstep.errors import CheckpointError, ConfigError, ContractError, NoRoomError
+from keepstep.errors import CheckpointError, ConfigError, ContractError, KeepstepError, NoRoomError, StorageError
 from keepstep.events.log import utc_now
 from keepstep.platform import servers
-from keepstep.run import RunDir, fsync_dir
-from keepstep.storage.protocol import ObjectStore
+from keepstep.run import RunDir, fsync_dir, write_atomic
+from keepstep.storage.protocol import ObjectStore, OnBytes, ignore_bytes
 from keepstep.storage.s3 import S3Store
 
 RECORD = "run.json"
 CONFIG = "config.yaml"
+DOWNLOAD_PREFIX = ".download-"
 ENDPOINT_VARIABLE = "KEEPSTEP_S3_ENDPOINT"
 
 _MANIFEST_KEY = re.compile(r"checkpoints/step_(0|[1-9][0-9]*)/" + re.escape(layout.MANIFEST))
@@ -58,12 +65,31 @@ def open_remote(config: S3Config, run: RunDir, environment: dict[str, str] | Non
             region=servers.REGION,
             key=env["AWS_ACCESS_KEY_ID"],
             secret=env["AWS_SECRET_ACCESS_KEY"],
+            put_options=put_options(config),
+            max_bandwidth=config.max_bandwidth,
         )
     elif config.bucket:
-        store = S3Store(config.bucket, prefix, endpoint_url=config.endpoint_url, region=config.region)
+        store = S3Store(
+            config.bucket,
+            prefix,
+            endpoint_url=config.endpoint_url,
+            region=config.region,
+            put_options=put_options(config),
+            max_bandwidth=config.max_bandwidth,
+        )
     else:
         raise ConfigError("No object store is configured for this run.", "Set s3.bucket, or s3.embedded=true.")
     return RemoteRun(store, config.bucket or servers.BUCKET, prefix)
+
+
+def put_options(config: S3Config) -> dict[str, str]:
+    """S3's parameters for everything that is stored."""
+    options = {
+        "StorageClass": config.storage_class,
+        "ServerSideEncryption": config.sse,
+        "SSEKMSKeyId": config.sse_kms_key_id,
+    }
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _embedded_environment(run: RunDir, environment: dict[str, str]) -> dict[str, str]:
@@ -142,10 +168,10 @@ class RemoteRun:
         )
 
     def _differing(self, step: int, found: Manifest) -> list[str]:
-        listed = dict(self.store.list_objects(f"checkpoints/step_{step}/"))
+        listed = self.sizes(step, found)
         reasons: list[str] = []
         for name, digest in found.files.items():
-            key = step_key(step, name)
+            key = object_key(step, name, digest)
             if key not in listed:
                 if not _is_optional(name):
                     reasons.append(f"{name}: not in the store")
@@ -156,6 +182,15 @@ class RemoteRun:
                     f"{name}: the store's content is not the manifest's (expected SHA-256 tree {digest.tree})"
                 )
         return reasons
+
+    def sizes(self, step: int, found: Manifest) -> dict[str, int]:
+        """Bytes of what the store has under a step's own keys and the shared ones that it names."""
+        own = f"checkpoints/step_{step}/"
+        shared = [
+            key for name, digest in found.files.items() if not (key := object_key(step, name, digest)).startswith(own)
+        ]
+        infos = {key: self.store.head(key) for key in shared}
+        return dict(self.store.list_objects(own)) | {key: info.size for key, info in infos.items() if info is not None}
 
     def fetch_record(self) -> dict[str, Any] | None:
         """run.json of the run that owns this prefix, None when nobody does."""
@@ -176,8 +211,16 @@ class RemoteRun:
         found = (_ATTEMPT_KEY.fullmatch(key) for key, _ in self.store.list_objects("attempts/"))
         return max((int(match.group(1)) for match in found if match), default=0)
 
-    def download(self, step: int, run: RunDir, check_fence: Callable[[], None] = lambda: None) -> Path:
+    def download(
+        self,
+        step: int,
+        run: RunDir,
+        check_fence: Callable[[], None] = lambda: None,
+        on_bytes: OnBytes = ignore_bytes,
+    ) -> Path:
         """Bring a step into `run`, hashed while written, verified as a whole on disk, then published.
+
+        A download that ended early is gone on with; what cannot become this step is deleted.
 
         Raises:
             CheckpointError: what arrived does not verify.
@@ -185,14 +228,15 @@ class RemoteRun:
             StorageError: an object is missing or damaged, or the store did not answer.
         """
         found = self.manifest(step)
-        aside = run.checkpoints / f".tmp-download-step_{step}-{os.getpid()}"
-        shutil.rmtree(aside, ignore_errors=True)
+        aside = run.checkpoints / f"{DOWNLOAD_PREFIX}step_{step}"
+        sweep_downloads(run, keep=aside)
         # Inside it under its own name, which verification compares with the manifest's step.
         folder = aside / f"step_{step}"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         try:
+            _keep_only(folder, set(found.files))
             _check_room(folder, sum(digest.size for digest in found.files.values()))
-            self._fetch(step, found, folder)
+            self._fetch(step, found, folder, on_bytes)
             verdict = verify(folder, expected_step=step, expected_run_id=found.run_id)
             if not verdict.resumable:
                 raise CheckpointError(
@@ -200,22 +244,22 @@ class RemoteRun:
                     "Take another step of the run.",
                 )
             publish(folder, run, step, check_fence)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        except KeepstepError as error:
+            if not (isinstance(error, StorageError) and error.retry):
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
         return run.checkpoint(step)
 
-    def _fetch(self, step: int, found: Manifest, folder: Path) -> None:
+    def _fetch(self, step: int, found: Manifest, folder: Path, on_bytes: OnBytes) -> None:
         # Small files first: what is wrong shows early.
         for name, digest in sorted(found.files.items(), key=lambda entry: entry[1].size):
-            if _is_optional(name) and self.store.head(step_key(step, name)) is None:
+            key = object_key(step, name, digest)
+            if _is_optional(name) and self.store.head(key) is None:
                 continue
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            self.store.get_file(step_key(step, name), folder / name, digest)
-        data = self.manifest_bytes(step)
-        with (folder / layout.MANIFEST).open("xb") as file:
-            file.write(data or b"")
-            file.flush()
-            os.fsync(file.fileno())
+            self.store.get_file(key, folder / name, digest, on_bytes)
+        write_atomic(folder / layout.MANIFEST, self.manifest_bytes(step) or b"")
         for path in sorted({folder, *(entry for entry in folder.rglob("*") if entry.is_dir())}):
             fsync_dir(path)
 
@@ -231,7 +275,12 @@ class UploadReport:
 
 
 def upload_checkpoint(
-    remote: RemoteRun, run: RunDir, step: int, attempt: int | None, check_fence: Callable[[], None] = lambda: None
+    remote: RemoteRun,
+    run: RunDir,
+    step: int,
+    attempt: int | None,
+    check_fence: Callable[[], None] = lambda: None,
+    on_bytes: OnBytes = ignore_bytes,
 ) -> UploadReport:
     """Bring a published step into the store; on return every object of it is confirmed. Repeating it is harmless.
 
@@ -253,15 +302,18 @@ def upload_checkpoint(
         check_fence()
         store.delete(step_key(step, layout.MANIFEST))
         standing = None
-    store.abort_unfinished(f"checkpoints/step_{step}/")
-    listed = dict(store.list_objects(f"checkpoints/step_{step}/"))
+    listed = remote.sizes(step, local)
     num_uploaded = 0
     for name, digest in sorted(local.files.items(), key=lambda entry: entry[1].size):
-        key = step_key(step, name)
+        key = object_key(step, name, digest)
         if listed.get(key) == digest.size and store.confirms(key, digest):
+            on_bytes(digest.size)
             continue
         check_fence()
-        store.put_file(run.checkpoint(step) / name, key, digest)
+        if key in listed:
+            # It is damaged, and no upload replaces what stands.
+            store.delete(key)
+        store.put_file(run.checkpoint(step) / name, key, digest, on_bytes)
         num_uploaded += 1
     check_fence()
     if standing is None and not store.put_bytes(step_key(step, layout.MANIFEST), data, if_absent=True):
@@ -276,6 +328,28 @@ def upload_checkpoint(
 
 def step_key(step: int, name: str) -> str:
     return f"checkpoints/step_{step}/{name}"
+
+
+def object_key(step: int, name: str, digest: FileDigest) -> str:
+    """Where a step's file lies: under the step, or for the frozen reference, which all steps share, by its content."""
+    if not name.startswith(f"{layout.REF_DIR}/"):
+        return step_key(step, name)
+    raw, _, count = digest.tree.partition("-")
+    return "shared/" + base64.b64decode(raw).hex() + (f"-{count}" if count else "")
+
+
+def sweep_downloads(run: RunDir, keep: Path | None = None) -> None:
+    """Delete what downloads left that nobody goes on with."""
+    for path in run.checkpoints.glob(f"{DOWNLOAD_PREFIX}*"):
+        if path != keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _keep_only(folder: Path, names: set[str]) -> None:
+    """Delete files and links that are not among `names`."""
+    for path in list(folder.rglob("*")):
+        if path.is_symlink() or (path.is_file() and str(path.relative_to(folder)) not in names):
+            path.unlink()
 
 
 def same_tensors(first: Manifest, second: Manifest) -> bool:
@@ -337,8 +411,9 @@ def _stands_equal(remote: RemoteRun, step: int, standing: bytes, local: Manifest
 
 
 def _check_room(folder: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes * 1.05:
+    there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    free, needed = shutil.disk_usage(folder).free, num_bytes - there
+    if free < needed * 1.05:
         raise NoRoomError(
-            f"{folder.parent.parent}: {free} bytes free, the download needs {num_bytes}.", "Free space or move the run."
+            f"{folder.parent.parent}: {free} bytes free, the download needs {needed}.", "Free space or move the run."
         )

@@ -6,6 +6,12 @@ has `TRIES` tries within `REQUEST_TIMEOUT_S`.
 Evidence: a part's SHA-256 is computed from what is read, compared with the manifest's before the upload completes, and
 handed to the server, which refuses other bytes. A server that merely echoes what it is given is found by a probe with
 a wrong checksum, and then each object is read back instead.
+Going on: a multipart upload that was interrupted stays on the server, and the next upload of the same content takes its
+parts over: those whose SHA-256 the server recorded, or whose ETag is the MD5 of the local part where it lists no
+SHA-256 (with SSE-KMS an ETag is no MD5: such parts are sent again). Complete names every part's SHA-256 and the
+confirmation that follows covers the whole, so a part taken over wrongly cannot pass.
+No object is replaced: every object becomes visible on condition that its key is free, so that a stale process that
+wakes up late cannot put its bytes over newer ones.
 
 One thread at a time: requests run on an event loop of the calling thread, so Ctrl-C and SIGTERM cancel an upload in
 order (its parts are aborted on the server).
@@ -18,13 +24,15 @@ import base64
 import hashlib
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from keepstep.checkpoint.digest import FileDigest
 from keepstep.errors import StorageError, StorageRefusedError
-from keepstep.storage.protocol import DamagedObjectError, LocalFileError, ObjectInfo
+from keepstep.storage.bandwidth import Bandwidth
+from keepstep.storage.parts import check_size, holds_part, part_span, read_part, write_all
+from keepstep.storage.protocol import DamagedObjectError, ObjectInfo, OnBytes, ignore_bytes
 
 T = TypeVar("T")
 
@@ -33,9 +41,12 @@ MAX_CONCURRENT_PARTS = 8
 TRIES = 5
 REQUEST_TIMEOUT_S = 300.0
 ABORT_TIMEOUT_S = 10.0
+READ_BYTES = 1 << 20
 
 _MISSING = {"NoSuchKey", "404", "NotFound", "NoSuchUpload"}
 _EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
+# Answers to Complete that come again as long as its parts are the same.
+_SPOILED = {"InvalidPart", "InvalidPartOrder", "BadDigest", "EntityTooSmall", "InvalidRequest"}
 _REFUSED = {
     "AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem", "InvalidAccessKeyId", "InvalidToken",
     "ExpiredToken", "TokenRefreshRequired", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "NoSuchBucket",
@@ -64,6 +75,8 @@ class S3Store:
         bucket, prefix: the root of all keys.
         endpoint_url: None is AWS.
         key, secret: explicit credentials (embedded store); None: the standard AWS chain.
+        put_options: S3 parameters of everything that is stored (`StorageClass`, `ServerSideEncryption`, …).
+        max_bandwidth: bytes per second over all parts, both ways; None: no limit.
     """
 
     def __init__(
@@ -75,12 +88,16 @@ class S3Store:
         region: str | None = None,
         key: str | None = None,
         secret: str | None = None,
+        put_options: Mapping[str, str] | None = None,
+        max_bandwidth: float | None = None,
     ) -> None:
         self.bucket = bucket
         self.prefix = prefix.strip("/")
         self.endpoint = endpoint_url or "AWS"
         self._options = {"endpoint_url": endpoint_url, "key": key, "secret": secret}
         self._region = region
+        self._put_options: dict[str, Any] = dict(put_options or {})
+        self._bandwidth = Bandwidth(max_bandwidth)
         self._runner = asyncio.Runner()
         self._checked: bool | None = None
         self._fs = self._connect(sign_payload=False)
@@ -103,11 +120,11 @@ class S3Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def put_file(self, path: Path, key: str, digest: FileDigest) -> None:
-        self._run(self._put_file(path, key, digest))
+    def put_file(self, path: Path, key: str, digest: FileDigest, on_bytes: OnBytes = ignore_bytes) -> None:
+        self._run(self._put_file(path, key, digest, on_bytes))
 
-    def get_file(self, key: str, path: Path, digest: FileDigest) -> None:
-        self._run(self._get_file(key, path, digest))
+    def get_file(self, key: str, path: Path, digest: FileDigest, on_bytes: OnBytes = ignore_bytes) -> None:
+        self._run(self._get_file(key, path, digest, on_bytes))
 
     def put_bytes(self, key: str, data: bytes, if_absent: bool = False) -> bool:
         condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
@@ -133,7 +150,11 @@ class S3Store:
         return self._run(self._list(prefix))
 
     def delete(self, key: str) -> None:
-        self._run(self._call("delete_object", key))
+        try:
+            self._run(self._call("delete_object", key))
+        except _MissingError:
+            # Some stores say so; the others answer as if it had been there.
+            pass
 
     def abort_unfinished(self, prefix: str) -> int:
         return self._run(self._abort_unfinished(prefix))
@@ -180,12 +201,19 @@ class S3Store:
         async def request() -> Any:
             return await self._fs._call_s3(method, Bucket=self.bucket, **arguments)
 
-        return await self._persist(request, f"{method} of {self.where}/{key or ''}", tries)
+        return await self._persist(
+            request, f"{method} of {self.where}/{key or ''}", tries, len(arguments.get("Body", b""))
+        )
 
-    async def _persist(self, request: Callable[[], Awaitable[T]], what: str, tries: int = TRIES) -> T:
-        """Await `request` again while trying again can help."""
-        deadline = asyncio.get_running_loop().time() + REQUEST_TIMEOUT_S
+    async def _persist(
+        self, request: Callable[[], Awaitable[T]], what: str, tries: int = TRIES, num_bytes: int = 0
+    ) -> T:
+        """Await `request` again while trying again can help. `num_bytes` go over the wire at each try."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + REQUEST_TIMEOUT_S
         for number in range(tries):
+            # Waiting for one's turn is no failure of the store.
+            deadline += await self._bandwidth.take(num_bytes)
             try:
                 async with asyncio.timeout_at(deadline):
                     return await request()
@@ -199,7 +227,7 @@ class S3Store:
                     raise _ExistsError(what) from error
                 if code in _REFUSED or code in _REFUSED_TYPES:
                     raise self._refused(what, code) from error
-                if number + 1 == tries or asyncio.get_running_loop().time() >= deadline:
+                if number + 1 == tries or loop.time() >= deadline:
                     raise self._failed(what, code) from error
                 await asyncio.sleep(0.2 * 2**number)
         raise AssertionError("unreachable")
@@ -227,13 +255,11 @@ class S3Store:
     # Objects
 
     async def _put_object(self, key: str, data: bytes, sha256: bytes, **condition: Any) -> None:
-        await self._call("put_object", key, Body=data, ChecksumSHA256=_base64(sha256), **condition)
+        await self._call("put_object", key, Body=data, ChecksumSHA256=_base64(sha256), **self._put_options, **condition)
 
-    async def _get_object(self, key: str, start: int | None = None, length: int = 0) -> bytes:
-        span = {} if start is None else {"Range": f"bytes={start}-{start + length - 1}"}
-
+    async def _get_object(self, key: str) -> bytes:
         async def request() -> bytes:
-            response = await self._fs._call_s3("get_object", Bucket=self.bucket, Key=self._name(key), **span)
+            response = await self._fs._call_s3("get_object", Bucket=self.bucket, Key=self._name(key))
             async with response["Body"] as body:
                 return bytes(await body.read())
 
@@ -255,24 +281,46 @@ class S3Store:
         return await self._reads_back(key, digest)
 
     async def _reads_back(self, key: str, digest: FileDigest) -> bool:
-        limit = asyncio.Semaphore(concurrent_parts(digest.part_size))
+        limit = asyncio.Semaphore(MAX_CONCURRENT_PARTS)
 
         async def same(number: int) -> bool:
             async with limit:
-                return hashlib.sha256(await self._get_part(key, digest, number)).hexdigest() == digest.parts[number]
+                return await self._stream_part(key, digest, number, None) == digest.parts[number]
 
         return all(await _gather([same(number) for number in range(len(digest.parts))]))
 
-    async def _get_part(self, key: str, digest: FileDigest, number: int) -> bytes:
+    async def _stream_part(self, key: str, digest: FileDigest, number: int, handle: int | None) -> str:
+        """Hex SHA-256 of a part of an object, written to its place in the open file `handle` as it arrives."""
         start, length = part_span(digest, number)
-        return await self._get_object(key, start, length) if len(digest.parts) > 1 else await self._get_object(key)
+        span = {"Range": f"bytes={start}-{start + length - 1}"} if len(digest.parts) > 1 else {}
+
+        async def request() -> str:
+            found = hashlib.sha256()
+            offset = start
+            response = await self._fs._call_s3("get_object", Bucket=self.bucket, Key=self._name(key), **span)
+
+            def take(blocks: list[bytes], offset: int) -> None:
+                for block in blocks:
+                    found.update(block)
+                if handle is not None:
+                    write_all(handle, blocks, offset)
+
+            async with response["Body"] as body:
+                # Never past the part: a server that sends more must not write over the next one.
+                while blocks := await _read_blocks(body, min(READ_BYTES, start + length - offset)):
+                    await asyncio.to_thread(take, blocks, offset)
+                    offset += sum(map(len, blocks))
+            return found.hexdigest()
+
+        return await self._persist(request, f"get_object of {self.where}/{key}", num_bytes=length)
 
     async def _store_checks(self) -> bool:
         """Whether this endpoint refuses wrong checksums; where it does not, its HEAD proves nothing. Asked once."""
         if self._checked is None:
             key = f".probe-{uuid.uuid4().hex}"
             try:
-                await self._call("put_object", key, tries=1, Body=b"probe", ChecksumSHA256=_base64(bytes(32)))
+                wrong = _base64(bytes(32))
+                await self._call("put_object", key, tries=1, Body=b"probe", ChecksumSHA256=wrong, **self._put_options)
             except StorageRefusedError:
                 raise
             except StorageError as error:
@@ -288,48 +336,100 @@ class S3Store:
                 self._fs = self._connect(sign_payload=True)
         return self._checked
 
-    async def _put_file(self, path: Path, key: str, digest: FileDigest) -> None:
+    async def _put_file(self, path: Path, key: str, digest: FileDigest, on_bytes: OnBytes) -> None:
         await self._store_checks()
-        _check_size(path, digest)
-        if len(digest.parts) == 1:
-            data = await asyncio.to_thread(_read_part, path, digest, 0)
-            await self._put_object(key, data, bytes.fromhex(digest.parts[0]))
-        else:
-            await self._put_parts(path, key, digest)
+        check_size(path, digest)
+        try:
+            if len(digest.parts) == 1:
+                data = await asyncio.to_thread(read_part, path, digest, 0)
+                await self._put_object(key, data, bytes.fromhex(digest.parts[0]), IfNoneMatch="*")
+                on_bytes(len(data))
+            else:
+                await self._put_parts(path, key, digest, on_bytes)
+        except _ExistsError:
+            # After a lost answer it is ours; else another process was quicker, and the confirmation says with what.
+            pass
+        except _MissingError as error:
+            raise self._failed(f"the upload of {self.where}/{key}", "NoSuchUpload") from error
         if not await self._confirms(key, digest):
             raise StorageError(
                 f"{self.where}/{key} is not what was uploaded ({path}).",
                 "The store damaged it or somebody else writes to this prefix; the same command uploads it again.",
             )
 
-    async def _put_parts(self, path: Path, key: str, digest: FileDigest) -> None:
-        created = await self._call("create_multipart_upload", key, ChecksumAlgorithm="SHA256")
-        upload: dict[str, Any] = {"UploadId": created["UploadId"]}
+    async def _put_parts(self, path: Path, key: str, digest: FileDigest, on_bytes: OnBytes) -> None:
+        upload, there = await self._take_up(path, key, digest)
         limit = asyncio.Semaphore(concurrent_parts(digest.part_size))
 
         async def put(number: int) -> dict[str, Any]:
+            checksum: dict[str, Any] = {
+                "ChecksumSHA256": _base64(bytes.fromhex(digest.parts[number])),
+                "PartNumber": number + 1,
+            }
             async with limit:
-                body = await asyncio.to_thread(_read_part, path, digest, number)
-                checksum: dict[str, Any] = {
-                    "ChecksumSHA256": _base64(bytes.fromhex(digest.parts[number])),
-                    "PartNumber": number + 1,
-                }
-                answer = await self._call("upload_part", key, Body=body, **upload, **checksum)
-                return {"ETag": answer["ETag"], **checksum}
+                if number in there:
+                    etag = there[number]
+                else:
+                    body = await asyncio.to_thread(read_part, path, digest, number)
+                    etag = (await self._call("upload_part", key, Body=body, **upload, **checksum))["ETag"]
+            on_bytes(part_span(digest, number)[1])
+            return {"ETag": etag, **checksum}
 
         try:
             parts = await _gather([put(number) for number in range(len(digest.parts))])
             await self._complete(key, digest, upload, parts)
-        except BaseException:
-            # The first error is the one to report, also when the abort fails with the store.
-            await asyncio.shield(self._abort(key, upload))
+        except BaseException as error:
+            if not self._goes_on(error):
+                # The first error is the one to report, also when the abort fails with the store.
+                await asyncio.shield(self._abort(key, upload))
             raise
+
+    def _goes_on(self, error: BaseException) -> bool:
+        """Whether the next upload of the same file can use the parts that are on the server."""
+        if not self._checked or (isinstance(error, StorageError) and _code(error.__cause__) in _SPOILED):
+            return False
+        return isinstance(error, asyncio.CancelledError) or (isinstance(error, StorageError) and error.retry)
+
+    async def _take_up(self, path: Path, key: str, digest: FileDigest) -> tuple[dict[str, Any], dict[int, str]]:
+        """(the upload to go on with, ETags of its parts that need not be sent again by their index)."""
+        unfinished = [upload for found, upload in await self._unfinished(key) if found == key]
+        listed = [(await self._usable(path, key, digest, upload), upload) for upload in unfinished]
+        there, best = max(listed, key=lambda entry: len(entry[0]), default=({}, {}))
+        for upload in unfinished:
+            if not there or upload != best:
+                await self._abort(key, upload)
+        if there:
+            return best, there
+        created = await self._call("create_multipart_upload", key, ChecksumAlgorithm="SHA256", **self._put_options)
+        return {"UploadId": created["UploadId"]}, {}
+
+    async def _usable(self, path: Path, key: str, digest: FileDigest, upload: dict[str, Any]) -> dict[int, str]:
+        """ETags, by index, of the parts of an unfinished upload that hold what the manifest says."""
+        if not self._checked:
+            return {}
+        try:
+            parts = await self._pages(
+                "list_parts", key, "Parts", {"NextPartNumberMarker": "PartNumberMarker"}, **upload
+            )
+        except _MissingError:
+            return {}
+        usable: dict[int, str] = {}
+        for part in parts:
+            number = part["PartNumber"] - 1
+            if number < len(digest.parts) and part["Size"] == part_span(digest, number)[1]:
+                recorded, etag = part.get("ChecksumSHA256"), part["ETag"]
+                same = recorded == _base64(bytes.fromhex(digest.parts[number]))
+                if same or (not recorded and await asyncio.to_thread(holds_part, path, digest, number, etag)):
+                    usable[number] = etag
+        return usable
 
     async def _complete(
         self, key: str, digest: FileDigest, upload: dict[str, Any], parts: list[dict[str, Any]]
     ) -> None:
         try:
-            await self._call("complete_multipart_upload", key, **upload, MultipartUpload={"Parts": parts})
+            await self._call(
+                "complete_multipart_upload", key, **upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
+            )
         except _MissingError as error:
             # A retry after a lost answer finds the upload gone because it was completed.
             if not await self._confirms(key, digest):
@@ -342,24 +442,30 @@ class S3Store:
         except (StorageError, _MissingError, TimeoutError):
             pass
 
-    async def _get_file(self, key: str, path: Path, digest: FileDigest) -> None:
-        limit = asyncio.Semaphore(concurrent_parts(digest.part_size))
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    async def _get_file(self, key: str, path: Path, digest: FileDigest, on_bytes: OnBytes) -> None:
+        limit = asyncio.Semaphore(MAX_CONCURRENT_PARTS)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
 
         async def get(number: int) -> None:
             async with limit:
-                data = await self._get_part(key, digest, number)
-                found = hashlib.sha256(data).hexdigest()
+                if await asyncio.to_thread(holds_part, path, digest, number):
+                    on_bytes(part_span(digest, number)[1])
+                    return
+                found = await self._stream_part(key, digest, number, handle)
+                if found != digest.parts[number]:
+                    # Once more: it may have been damaged on the way.
+                    found = await self._stream_part(key, digest, number, handle)
                 if found != digest.parts[number]:
                     raise DamagedObjectError(
                         f"{self.where}/{key}: part {number} has SHA-256 {found[:12]}…, "
                         f"expected {digest.parts[number][:12]}….",
                         "The object is damaged or was replaced; another step of the run may be whole.",
                     )
-                await asyncio.to_thread(os.pwrite, handle, data, number * digest.part_size)
+                on_bytes(part_span(digest, number)[1])
 
         try:
             await _gather([get(number) for number in range(len(digest.parts))])
+            os.ftruncate(handle, digest.size)
             await asyncio.to_thread(os.fsync, handle)
         except _MissingError as error:
             raise DamagedObjectError(
@@ -369,28 +475,37 @@ class S3Store:
             os.close(handle)
 
     async def _list(self, prefix: str) -> list[tuple[str, int]]:
-        found: list[tuple[str, int]] = []
+        marks = {"NextContinuationToken": "ContinuationToken"}
+        entries = await self._pages("list_objects_v2", None, "Contents", marks, Prefix=self._name(prefix))
+        skip = len(self._name(""))
+        return [(entry["Key"][skip:], int(entry["Size"])) for entry in entries]
+
+    async def _unfinished(self, prefix: str) -> list[tuple[str, dict[str, Any]]]:
+        """(key, upload) of every unfinished multipart upload under `prefix`."""
+        marks = {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"}
+        entries = await self._pages("list_multipart_uploads", None, "Uploads", marks, Prefix=self._name(prefix))
+        skip = len(self._name(""))
+        return [(entry["Key"][skip:], {"UploadId": entry["UploadId"]}) for entry in entries]
+
+    async def _pages(
+        self, method: str, key: str | None, field: str, marks: Mapping[str, str], **arguments: Any
+    ) -> list[dict[str, Any]]:
+        """`field` of every page of a listing; `marks` names what one answer says and the next request repeats."""
+        found: list[dict[str, Any]] = []
         page: dict[str, Any] = {}
         while True:
-            answer = await self._call("list_objects_v2", None, Prefix=self._name(prefix), **page)
-            skip = len(self._name(""))
-            found += [(entry["Key"][skip:], int(entry["Size"])) for entry in answer.get("Contents", [])]
-            if not answer.get("IsTruncated"):
+            answer = await self._call(method, key, **arguments, **page)
+            found += answer.get(field, [])
+            following = {marks[mark]: answer[mark] for mark in marks if answer.get(mark)}
+            if not answer.get("IsTruncated") or not following or following == page:
                 return found
-            page = {"ContinuationToken": answer["NextContinuationToken"]}
+            page = following
 
     async def _abort_unfinished(self, prefix: str) -> int:
-        answer = await self._call("list_multipart_uploads", None, Prefix=self._name(prefix))
-        uploads = answer.get("Uploads", [])
-        skip = len(self._name(""))
-        for entry in uploads:
-            await self._abort(entry["Key"][skip:], {"UploadId": entry["UploadId"]})
-        return len(uploads)
-
-
-_LOCAL_REMEDY = (
-    "The file changed after it was saved: the disk is failing or somebody edited it. `keepstep verify` says more."
-)
+        unfinished = await self._unfinished(prefix)
+        for key, upload in unfinished:
+            await self._abort(key, upload)
+        return len(unfinished)
 
 
 def same_tree(reported: str, tree: str) -> bool:
@@ -403,36 +518,13 @@ def concurrent_parts(part_size: int) -> int:
     return max(1, min(MAX_CONCURRENT_PARTS, PART_MEMORY_BYTES // part_size))
 
 
-def part_span(digest: FileDigest, number: int) -> tuple[int, int]:
-    """(offset, length) of a part in bytes."""
-    start = number * digest.part_size
-    return start, min(digest.part_size, digest.size - start)
-
-
-def _check_size(path: Path, digest: FileDigest) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise LocalFileError(f"{path} cannot be read: {error.strerror}.", _LOCAL_REMEDY) from error
-    if size != digest.size:
-        raise LocalFileError(f"{path} has {size} bytes, its manifest says {digest.size}.", _LOCAL_REMEDY)
-
-
-def _read_part(path: Path, digest: FileDigest, number: int) -> bytes:
-    start, length = part_span(digest, number)
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            data = file.read(length)
-    except OSError as error:
-        raise LocalFileError(f"{path} cannot be read: {error.strerror}.", _LOCAL_REMEDY) from error
-    found = hashlib.sha256(data).hexdigest()
-    if found != digest.parts[number]:
-        raise LocalFileError(
-            f"{path}: part {number} has SHA-256 {found[:12]}…, its manifest says {digest.parts[number][:12]}….",
-            _LOCAL_REMEDY,
-        )
-    return data
+async def _read_blocks(body: Any, num_bytes: int) -> list[bytes]:
+    """The next `num_bytes` of a response as they arrive; fewer at its end."""
+    blocks: list[bytes] = []
+    while num_bytes > 0 and (block := await body.read(num_bytes)):
+        blocks.append(block)
+        num_bytes -= len(block)
+    return blocks
 
 
 async def _gather(requests: list[Coroutine[Any, Any, T]]) -> list[T]:

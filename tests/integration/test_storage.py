@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import shutil
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +36,9 @@ from keepstep.errors import (
 from keepstep.platform import servers
 from keepstep.processes import ProcessRef
 from keepstep.run import RunDir, write_json
+from keepstep.storage import s3
 from keepstep.storage.protocol import LocalFileError
-from keepstep.storage.remote import RemoteRun, open_remote, step_key, upload_checkpoint
+from keepstep.storage.remote import RemoteRun, object_key, open_remote, step_key, upload_checkpoint
 from keepstep.storage.s3 import S3Store
 
 pytestmark = pytest.mark.integration
@@ -93,6 +97,11 @@ def write_step(
     }
     (folder / layout.TRAINER_STATE).write_text(json.dumps(state))
     (folder / layout.CONFIG).write_text(CONFIG_YAML)
+    write_manifest(folder, step, run_id=run_id, attempt=attempt)
+    return folder
+
+
+def write_manifest(folder: Path, step: int, *, run_id: str = "run-a", attempt: int = 1) -> None:
     files = {name: digest_file(folder / name) for name in (*layout.TENSOR_FILES, layout.TRAINER_STATE, layout.CONFIG)}
     tensors = {name: Archive(folder / name).describe() for name in layout.TENSOR_FILES}
     (folder / layout.MANIFEST).write_bytes(
@@ -102,7 +111,11 @@ def write_step(
         )
     )  # fmt: skip
     assert verify(folder).resumable
-    return folder
+
+
+def key_of(remote: RemoteRun, step: int, name: str) -> str:
+    """Where a file of a stored step lies."""
+    return object_key(step, name, remote.manifest(step).files[name])
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -191,7 +204,7 @@ def test_missing_and_truncated_objects_are_rejected(run: RunDir, remote: RemoteR
     write_step(run, 100)
     upload_checkpoint(remote, run, 100, attempt=1)
     remote.store.delete(step_key(100, layout.SCHEDULER))
-    remote.store.put_bytes(step_key(100, layout.REF), b"short")
+    remote.store.put_bytes(key_of(remote, 100, layout.REF), b"short")
     names = {reason.split(":")[0] for reason in remote.verify(100).reasons}
     assert names == {layout.SCHEDULER, layout.REF}
 
@@ -209,15 +222,15 @@ def test_damage_that_the_store_hides_is_found_by_the_download(
 ) -> None:
     write_step(run, 100)
     upload_checkpoint(remote, run, 100, attempt=1)
-    honest = S3Store._get_object
+    honest = s3._read_blocks
 
-    async def lying(self: S3Store, key: str, *span: int) -> bytes:
-        data = await honest(self, key, *span)
-        return b"\0" + data[1:] if key.endswith(layout.ACTOR) else data
+    async def lying(body: Any, num_bytes: int) -> list[bytes]:
+        blocks = await honest(body, num_bytes)
+        return [bytes([block[0] ^ 1]) + block[1:] for block in blocks]
 
-    monkeypatch.setattr(S3Store, "_get_object", lying)
+    monkeypatch.setattr(s3, "_read_blocks", lying)
     other = RunDir.at(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match=r"actor/pytorch_model\.bin: part 0"):
+    with pytest.raises(StorageError, match="part 0 has SHA-256"):
         remote.download(100, other)
     assert list(other.checkpoints.iterdir()) == []
 
@@ -334,23 +347,56 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
         return process.communicate(timeout=120)
 
 
-def wait_for_upload(remote: RemoteRun, process: subprocess.Popen[str]) -> None:
-    """Until the big file's upload has begun: the small ones are there."""
+def num_parts_there(remote: RemoteRun, key: str) -> int:
+    """Parts of the unfinished uploads of a key."""
+    store = remote.store
+    assert isinstance(store, S3Store)
+
+    async def count() -> int:
+        found = 0
+        for _, upload in await store._unfinished(key):
+            found += len((await store._call("list_parts", key, **upload)).get("Parts", []))
+        return found
+
+    return store._run(count())
+
+
+def wait_for_parts(remote: RemoteRun, process: subprocess.Popen[str], count: int) -> None:
+    """Until `count` parts of the big file are on the server."""
     deadline = time.monotonic() + 60
-    while len(remote.store.list_objects("checkpoints/step_100/")) < 5:
+    while num_parts_there(remote, step_key(100, layout.ACTOR)) < count:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
+def calls(remote: RemoteRun, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Every request that `remote` sends from now on."""
+    sent: list[tuple[str, dict[str, Any]]] = []
+    fs = remote.store._fs  # type: ignore[attr-defined]
+    request = fs._call_s3
+
+    async def recording(method: str, **arguments: Any) -> Any:
+        sent.append((method, arguments))
+        return await request(method, **arguments)
+
+    monkeypatch.setattr(fs, "_call_s3", recording)
+    return sent
+
+
 @pytest.mark.parametrize("how", ["SIGKILL", "parent gone"])
-def test_killed_upload_leaves_nothing_visible_and_is_resumed(
-    run: RunDir, remote: RemoteRun, start_upload: Callable[[], subprocess.Popen[str]], how: str
+def test_killed_upload_leaves_nothing_visible_and_goes_on_by_part(
+    run: RunDir,
+    remote: RemoteRun,
+    start_upload: Callable[[], subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
 ) -> None:
-    """C169, C163."""
+    """C169: of eleven parts, those that were on the server at the kill are not sent again."""
+    run.config.write_text(CONFIG_YAML.replace("true}", f"true, max_bandwidth: {30 * 1024**2}}}"))
     write_step(run, 100, num_bytes=4 * BIG_BYTES)
     process = start_upload()
-    wait_for_upload(remote, process)
+    wait_for_parts(remote, process, 3)
     if how == "SIGKILL":
         process.send_signal(signal.SIGKILL)
     else:
@@ -358,16 +404,126 @@ def test_killed_upload_leaves_nothing_visible_and_is_resumed(
         process.stdin.close()
     assert process.wait(timeout=30) != 0
     assert remote.steps() == []
-    if how == "parent gone":
-        assert remote.store.abort_unfinished("") == 0
-    process = start_upload()
-    stdout, stderr = finish(process)
-    assert process.returncode == 0, stderr
-    record = json.loads(stdout)
-    assert (record["step"], record["num_present"], record["num_uploaded"]) == (100, 5, 1)
+    num_there = num_parts_there(remote, step_key(100, layout.ACTOR))
+    assert 3 <= num_there < 11
+    sent = calls(remote, monkeypatch)
+    report = upload_checkpoint(remote, run, 100, attempt=1)
+    assert (report.num_present, report.num_uploaded) == (5, 1)
+    assert sum(method == "upload_part" for method, _ in sent) == 11 - num_there
     assert remote.verify(100).resumable
     assert remote.store.abort_unfinished("") == 0
-    assert json.loads(run.upload(100).read_text())["num_bytes"] == record["num_bytes"]
+
+
+def test_parts_of_other_content_are_not_taken_over(
+    run: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C152: an unfinished upload of the same step from before has one good part, one wrong and one short one."""
+    folder = write_step(run, 100, num_bytes=BIG_BYTES)
+    key, data = step_key(100, layout.ACTOR), (folder / layout.ACTOR).read_bytes()
+    part = 16 * 1024**2
+    store = remote.store
+    assert isinstance(store, S3Store)
+
+    async def leave() -> None:
+        upload = await store._call("create_multipart_upload", key, ChecksumAlgorithm="SHA256")
+        bodies = [data[:part], bytes(part), data[2 * part : -1]]
+        for number, body in enumerate(bodies):
+            sha256 = base64.b64encode(hashlib.sha256(body).digest()).decode()
+            await store._call(
+                "upload_part", key, UploadId=upload["UploadId"], PartNumber=number + 1, Body=body, ChecksumSHA256=sha256
+            )
+
+    store._run(leave())
+    sent = calls(remote, monkeypatch)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    assert [arguments["PartNumber"] for method, arguments in sent if method == "upload_part"] == [2, 3]
+    assert remote.verify(100).resumable
+
+
+def test_reference_goes_up_once_and_is_repaired(
+    run: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DESIGN section 2: `ref/` by content. A damaged one is found by the verification of every step that needs it."""
+    first, second = write_step(run, 100), write_step(run, 200, seed=1)
+    shutil.copy(first / layout.REF, second / layout.REF)
+    write_manifest(second, 200)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    sent = calls(remote, monkeypatch)
+    assert upload_checkpoint(remote, run, 200, attempt=1).num_present == 1
+    assert not [arguments for method, arguments in sent if method == "put_object" and "shared/" in arguments["Key"]]
+    (shared,) = remote.store.list_objects("shared/")
+    assert shared[0] == key_of(remote, 100, layout.REF) == key_of(remote, 200, layout.REF)
+
+    data = bytearray((first / layout.REF).read_bytes())
+    data[-1] ^= 1
+    remote.store.put_bytes(shared[0], bytes(data))
+    for step in (100, 200):
+        (reason,) = remote.verify(step).reasons
+        assert reason.startswith(f"{layout.REF}: ")
+    assert upload_checkpoint(remote, run, 200, attempt=1).num_uploaded == 1
+    assert remote.verify(100).resumable
+    assert remote.verify(200).resumable
+
+
+def test_killed_download_goes_on_by_part(
+    run: RunDir, remote: RemoteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there and good is not fetched again; a damaged part, a link and a stranger's file are replaced."""
+    folder = write_step(run, 100, num_bytes=BIG_BYTES)
+    before = content(folder)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    other = RunDir.at(tmp_path / "elsewhere")
+    aside = other.checkpoints / ".download-step_100" / "step_100"
+    (aside / "actor").mkdir(parents=True)
+    (other.checkpoints / ".download-step_80").mkdir()
+    data = bytearray(before[layout.ACTOR])
+    data[17 * 1024**2] ^= 1
+    (aside / layout.ACTOR).write_bytes(bytes(data))
+    (aside / layout.OPTIMIZER).symlink_to(tmp_path / "victim")
+    (aside / "stranger").write_text("x")
+    (aside / layout.MANIFEST).write_text("{}")
+    sent = calls(remote, monkeypatch)
+    remote.download(100, other)
+    spans = [arguments["Range"] for method, arguments in sent if method == "get_object" and "Range" in arguments]
+    assert spans == [f"bytes={16 * 1024**2}-{32 * 1024**2 - 1}"]
+    assert content(other.checkpoint(100)) == before
+    assert not (tmp_path / "victim").exists()
+    assert [entry.name for entry in other.checkpoints.iterdir()] == ["step_100"]
+
+
+def test_settings_go_with_everything_that_is_stored(
+    run: RunDir, server: servers.ServerInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = S3Config(embedded=True, storage_class="STANDARD_IA", sse="aws:kms", sse_kms_key_id="key-1")
+    expected = {"StorageClass": "STANDARD_IA", "ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "key-1"}
+    with closing(open_remote(config, run, server.env)) as remote:
+        sent: list[tuple[str, dict[str, Any]]] = []
+        request = remote.store._fs._call_s3  # type: ignore[attr-defined]
+
+        async def recording(method: str, **arguments: Any) -> Any:
+            sent.append((method, dict(arguments)))
+            # The test's server keeps no keys: it gets the requests without them.
+            return await request(method, **{name: arguments[name] for name in arguments if name not in expected})
+
+        monkeypatch.setattr(remote.store._fs, "_call_s3", recording)  # type: ignore[attr-defined]
+        write_step(run, 100, num_bytes=BIG_BYTES)
+        upload_checkpoint(remote, run, 100, attempt=1)
+    stored = [arguments for method, arguments in sent if method in ("put_object", "create_multipart_upload")]
+    assert len(stored) >= 10
+    assert all(arguments.items() >= expected.items() for arguments in stored)
+
+
+def test_bandwidth_limit_holds_both_ways(run: RunDir, server: servers.ServerInfo, tmp_path: Path) -> None:
+    """40 MiB in three parts at 40 MiB/s: the last one may begin after 0.8 s."""
+    with closing(open_remote(S3Config(embedded=True, max_bandwidth=BIG_BYTES), run, server.env)) as remote:
+        write_step(run, 100, num_bytes=BIG_BYTES)
+        for act in (
+            lambda: upload_checkpoint(remote, run, 100, attempt=1),
+            lambda: remote.download(100, RunDir.at(tmp_path / "elsewhere")),
+        ):
+            begin = time.monotonic()
+            act()
+            assert time.monotonic() - begin > 0.8
 
 
 def test_fenced_uploader_exits_5(

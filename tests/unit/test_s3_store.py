@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from botocore.exceptions import ClientError, EndpointConnectionError, NoCredenti
 from keepstep.checkpoint.digest import FileDigest
 from keepstep.errors import StorageError, StorageRefusedError
 from keepstep.storage import s3
-from keepstep.storage.s3 import S3Store, concurrent_parts, part_span, same_tree
+from keepstep.storage.bandwidth import Bandwidth
+from keepstep.storage.parts import part_span
+from keepstep.storage.remote import object_key
+from keepstep.storage.s3 import S3Store, concurrent_parts, same_tree
 
 MIB = 1024**2
 
@@ -127,3 +131,28 @@ def test_bug_of_ours_is_not_taken_for_a_storage_failure(store: S3Store, monkeypa
 def test_existing_key_with_a_condition_says_so(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store._fs, "_call_s3", answering(server_error("PreconditionFailed")))
     assert store.put_bytes("key", b"data", if_absent=True) is False
+
+
+def test_bandwidth_is_shared_and_an_idle_time_is_not_saved_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> list[float]:
+        limit = Bandwidth(100.0)
+        waits = [await limit.take(1), *await asyncio.gather(*[limit.take(2) for _ in range(3)])]
+        await asyncio.sleep(0.2)
+        return [*waits, await limit.take(1)]
+
+    waits = asyncio.run(scenario())
+    assert waits == pytest.approx([0, 0.01, 0.03, 0.05, 0], abs=0.009)
+
+
+def test_no_limit_waits_for_nothing() -> None:
+    assert asyncio.run(Bandwidth(None).take(10**12)) == 0
+
+
+def test_reference_key_follows_content_and_other_files_their_step() -> None:
+    digest = FileDigest.from_parts(40 * MIB, 16 * MIB, ["00" * 32, "11" * 32, "22" * 32])
+    raw = hashlib.sha256(bytes.fromhex("00" * 32 + "11" * 32 + "22" * 32)).hexdigest()
+    for step in (1, 2):
+        assert object_key(step, "ref/pytorch_model.bin", digest) == f"shared/{raw}-3"
+        assert object_key(step, "actor/pytorch_model.bin", digest) == f"checkpoints/step_{step}/actor/pytorch_model.bin"
+    small = FileDigest.from_parts(1, 16 * MIB, ["ab" * 32])
+    assert object_key(1, "ref/model/x.safetensors", small) == "shared/" + "ab" * 32
