@@ -5,18 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from keepstep.attempts import check_fence
-from keepstep.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, ConfigError, KeepstepError
+from keepstep.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, ConfigError, KeepstepError, StorageError
 from keepstep.events.log import utc_now
-from keepstep.run import RunDir, write_json
+from keepstep.run import RunDir, read_json, write_json
+
+if TYPE_CHECKING:
+    from keepstep.config.schema import CheckpointConfig, S3Config
+    from keepstep.storage.remote import RemoteRun
 
 ABORT_S = 12.0
-S3_CONFIG_VARIABLE = "KEEPSTEP_S3_CONFIG_JSON"
+CONFIG_VARIABLE = "KEEPSTEP_UPLOAD_CONFIG_JSON"
+"""`{"s3": …, "checkpoint": …}` of the start that the upload belongs to."""
+PROGRESS_S = 5.0
 
 
 def upload(args: argparse.Namespace) -> int:
@@ -35,6 +45,7 @@ def download(args: argparse.Namespace) -> int:
 def _answer(args: argparse.Namespace, act: Callable[[argparse.Namespace], dict[str, Any]]) -> int:
     if getattr(args, "watch_stdin", False):
         _leave_with_parent()
+        _yield_the_disk()
     try:
         record = act(args)
     except KeepstepError as error:
@@ -47,27 +58,82 @@ def _answer(args: argparse.Namespace, act: Callable[[argparse.Namespace], dict[s
 
 
 def _upload(args: argparse.Namespace) -> dict[str, Any]:
+    from keepstep.storage import lease
     from keepstep.storage.remote import open_remote, upload_checkpoint
 
     run = _existing_run(args.run)
     step = args.step if args.step is not None else _newest(run)
     attempt: int | None = getattr(args, "attempt", None)
-    remote = open_remote(_store_config(run), run)
-    try:
-        fence = (lambda: check_fence(run, attempt)) if attempt is not None else (lambda: None)
-        report = upload_checkpoint(remote, run, step, attempt, fence)
+    config, checkpoint = _configs(run)
+    progress = _Progress(step, run.checkpoint(step), visible=getattr(args, "watch_stdin", False))
+    remote = open_remote(config, run)
+
+    def fence() -> None:
+        if attempt is not None:
+            check_fence(run, attempt)
+
+    def full_fence() -> None:
         fence()
+        if attempt is not None:
+            lease.check(remote.store, run, attempt)
+
+    try:
+        report = upload_checkpoint(remote, run, step, attempt, fence, progress.add)
+        fence()
+        record = {
+            "step": step,
+            "time": utc_now(),
+            "num_bytes": report.num_bytes,
+            "bucket": remote.bucket,
+            "prefix": remote.prefix,
+        }
+        write_json(run.upload(step), record)
+        cleared = _clear(remote, run, config, checkpoint, full_fence)
     finally:
         remote.close()
-    record = {
-        "step": step,
-        "time": utc_now(),
-        "num_bytes": report.num_bytes,
-        "bucket": remote.bucket,
-        "prefix": remote.prefix,
-    }
-    write_json(run.upload(step), record)
-    return {"action": "uploaded", **record, "num_uploaded": report.num_uploaded, "num_present": report.num_present}
+    counts = {"num_uploaded": report.num_uploaded, "num_present": report.num_present}
+    return {"action": "uploaded", **record, **counts, **cleared}
+
+
+def _clear(
+    remote: RemoteRun, run: RunDir, config: S3Config, checkpoint: CheckpointConfig, fence: Callable[[], None]
+) -> dict[str, Any]:
+    """What follows an upload in the store. A failure is told and harms nothing: the next upload comes back to it."""
+    from keepstep.storage.retire import retire, sweep_uploads
+
+    retired: list[dict[str, Any]] = []
+    done: dict[str, Any] = {"retired": retired}
+    try:
+        done["num_swept"] = sweep_uploads(remote, run, fence)
+        if config.keep_remote == "retention":
+            run_id = read_json(run.record)["run_id"]
+            retire(
+                remote,
+                run,
+                run_id,
+                checkpoint,
+                fence,
+                lambda step, reason: retired.append({"step": step, "reason": reason}),
+            )
+    except StorageError as error:
+        done["clear_error"] = error.message
+    return done
+
+
+class _Progress:
+    """Bytes done of one upload, told as JSON lines on stderr every few seconds if somebody reads them."""
+
+    def __init__(self, step: int, folder: Path, visible: bool) -> None:
+        self._step, self._visible, self._done = step, visible, 0
+        self._num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        self._told = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        if self._visible and time.monotonic() - self._told >= PROGRESS_S:
+            self._told = time.monotonic()
+            record = {"step": self._step, "done_bytes": self._done, "num_bytes": self._num_bytes}
+            print(json.dumps({"upload_progress": record}), file=sys.stderr, flush=True)
 
 
 def _download(args: argparse.Namespace) -> dict[str, Any]:
@@ -78,7 +144,7 @@ def _download(args: argparse.Namespace) -> dict[str, Any]:
         raise CheckpointError(
             f"{run.checkpoint(args.step)} is there already.", f"Verify it: keepstep verify {run.checkpoint(args.step)}"
         )
-    remote = open_remote(_store_config(run), run)
+    remote = open_remote(_configs(run)[0], run)
     try:
         folder = remote.download(args.step, run)
     finally:
@@ -86,13 +152,17 @@ def _download(args: argparse.Namespace) -> dict[str, Any]:
     return {"action": "downloaded", "step": args.step, "path": str(folder)}
 
 
-def _store_config(run: RunDir) -> Any:
-    """Where the run's checkpoints go: what the trainer says, else what the run's first start was told."""
+def _configs(run: RunDir) -> tuple[S3Config, CheckpointConfig]:
+    """Where the checkpoints go and which stay: what the trainer says, else what the run's first start was told."""
     from keepstep.config.load import load
-    from keepstep.config.schema import S3Config
+    from keepstep.config.schema import CheckpointConfig, S3Config
 
-    given = os.environ.get(S3_CONFIG_VARIABLE)
-    return S3Config.model_validate_json(given) if given else load(str(run.config), []).s3
+    given = os.environ.get(CONFIG_VARIABLE)
+    if given is None:
+        config = load(str(run.config), [])
+        return config.s3, config.checkpoint
+    sections = json.loads(given)
+    return S3Config.model_validate(sections["s3"]), CheckpointConfig.model_validate(sections["checkpoint"])
 
 
 def _existing_run(path: str) -> RunDir:
@@ -116,6 +186,16 @@ def _sentence(record: dict[str, Any]) -> str:
         f"step {record['step']} is confirmed in s3://{record['bucket']}/{record['prefix']} "
         f"({record['num_uploaded']} files uploaded, {record['num_present']} were there, {record['num_bytes']} bytes)"
     )
+
+
+def _yield_the_disk() -> None:
+    """I/O priority "idle" for this process and the threads that it starts; where it cannot be set, it stays."""
+    syscall = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
+    if sys.platform == "linux" and syscall is not None:
+        import ctypes
+
+        who_process, this_one, class_idle = 1, 0, 3 << 13
+        ctypes.CDLL(None, use_errno=True).syscall(syscall, who_process, this_one, class_idle)
 
 
 def _leave_with_parent() -> None:

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from keepstep.attempts import Attempt
 
@@ -29,10 +31,13 @@ def run_command(
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
     niceness: int = 0,
+    on_line: Callable[[str], bool] = lambda line: False,
 ) -> ChildResult:
     """Run `keepstep <arguments>` as a process of this attempt and wait for it.
 
     Its standard input is a pipe that closes when this process dies; commands that take long watch it and leave.
+    `on_line` sees each line of its standard error when it comes, in a thread of its own; one that it takes (True) is
+    left out of the result.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "keepstep.cli.main", *arguments],
@@ -46,13 +51,25 @@ def run_command(
     )
     attempt.add(process.pid, role)
     assert process.stdin is not None
+    assert process.stderr is not None
+    kept: list[str] = []
+    pipe, process.stderr = process.stderr, None
+    reader = threading.Thread(target=_sift, args=(pipe, kept, on_line), name=f"{role}-lines", daemon=True)
+    reader.start()
     try:
         # communicate() would close the pipe that tells the child that we live, so the pipe is taken out of its hands.
         watched, process.stdin = process.stdin, None
         with watched:
-            stdout, stderr = process.communicate(timeout=timeout_s)
-        return ChildResult(process.returncode, stdout, stderr)
+            stdout, _ = process.communicate(timeout=timeout_s)
+        status: int | None = process.returncode
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate(timeout=10)
-        return ChildResult(None, stdout, stderr)
+        stdout, _ = process.communicate(timeout=10)
+        status = None
+    reader.join(timeout=10)
+    return ChildResult(status, stdout, "".join(kept))
+
+
+def _sift(pipe: IO[str], kept: list[str], on_line: Callable[[str], bool]) -> None:
+    with pipe:
+        kept += [line for line in pipe if not on_line(line)]

@@ -24,7 +24,17 @@ from keepstep.controller.finishing import finish
 from keepstep.controller.leaving import Leaving
 from keepstep.controller.reporting import log_config, logger, open_log
 from keepstep.controller.uploader import Uploader
-from keepstep.errors import NO_ROOM_ERRNOS, BugError, CheckpointError, KeepstepError, NoRoomError, Preempted
+from keepstep.errors import (
+    NO_ROOM_ERRNOS,
+    BugError,
+    CheckpointError,
+    HeldError,
+    KeepstepError,
+    NoRoomError,
+    Preempted,
+    StorageError,
+    StorageRefusedError,
+)
 from keepstep.events.log import EventLog, Listener, utc_now
 from keepstep.platform import servers
 from keepstep.preflight.contract import EXACTNESS
@@ -33,8 +43,11 @@ from keepstep.processes import ProcessRef
 from keepstep.quickstart.make import made_path
 from keepstep.run import RunDir, write_atomic, write_json
 from keepstep.storage.protocol import DamagedObjectError
+from keepstep.storage.remote import sweep_downloads
 
 Record = dict[str, Any]
+MAX_NUMBERS = 10
+"""Attempt numbers that a start tries before it leaves the run to the other machines that start at the same time."""
 
 
 def run_attempt(
@@ -49,18 +62,37 @@ def run_attempt(
     start: Start | None = None
     try:
         start = prepare(config)
-        attempt = Attempt.acquire(
-            run,
-            others=([flow] if flow else []) + start.servers,
-            lease_timeout_s=config.retry.lease_timeout_s,
-            heartbeat_s=config.retry.heartbeat_s,
-            at_least=(start.remote.highest_attempt() if start.remote else 0) + 1,
-        )
+        attempt = acquire(start, flow)
         return Session(start, attempt, listeners, watch_stdin).run_to_outcome()
     finally:
         if start is not None and start.remote is not None:
             start.remote.close()
         servers.release(run.platform, ProcessRef.current("controller"))
+
+
+def acquire(start: Start, flow: ProcessRef | None) -> Attempt:
+    """Take the next attempt number, in the run's folder and then in the store (`storage.lease` says why so)."""
+    config, remote = start.config, start.remote
+    for _ in range(MAX_NUMBERS):
+        attempt = Attempt.acquire(
+            start.run,
+            others=([flow] if flow else []) + start.servers,
+            lease_timeout_s=config.retry.lease_timeout_s,
+            heartbeat_s=config.retry.heartbeat_s,
+            at_least=(remote.highest_attempt() if remote else 0) + 1,
+        )
+        try:
+            if remote is None or remote.claim_attempt(start.run, attempt.number):
+                return attempt
+            taken = HeldError(f"Attempt {attempt.number} is taken in the store by another machine.", "Start again.")
+        except StorageRefusedError as error:
+            attempt.close(outcome_of(error))
+            raise
+        except StorageError as error:
+            start.warnings.append(f"The attempt's number is not in the store yet: {error.message}")
+            return attempt
+        attempt.close(outcome_of(taken))
+    raise taken
 
 
 class Session:
@@ -106,7 +138,7 @@ class Session:
         sweep_temporaries(self.run, self.attempt.check)
         chosen = self._take_up()
         if self.config.s3_enabled:
-            self.uploader = Uploader(self.run, self.config.s3, self.attempt, self.events, self.start.environment)
+            self.uploader = Uploader(self.run, self.config, self.attempt, self.events, self.start.environment)
             for step in waiting_steps(self.config, self.run, self.start.total_steps):
                 self.uploader.add(step)
         if (chosen.step or 0) < self.start.total_steps:
@@ -177,6 +209,8 @@ class Session:
         self._set_aside(self.start.plan.rejections)
         chosen = self._fetch(self.start.plan)
         self._set_aside(chosen.rejections[len(self.start.plan.rejections) :])
+        self.attempt.check()
+        sweep_downloads(self.run)
         for sentence in chosen.describe():
             logger.info(sentence)
         if chosen.step is not None:

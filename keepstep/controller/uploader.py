@@ -1,40 +1,52 @@
 """Uploads behind the loop, one at a time, each in a process of its own at low priority.
 
-Concurrency: one thread. It consumes verified steps from a queue, waits for the upload process, retries with growing
-delays, and is woken by `add` or `drain`. Training never waits for it; the end of the run does, within
-`s3.final_timeout_s`.
+Concurrency: one thread. It takes verified steps from the waiting ones, the newest multiple of `resume.prefer_multiple`
+first, then the newest; waits for the upload process, retries with growing delays, and is woken by `add` or `drain`.
+Training never waits for it; the end of the run does, within `s3.final_timeout_s`.
 """
 
 from __future__ import annotations
 
 import json
-import queue
+import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from keepstep.attempts import Attempt
-from keepstep.cli.transfer import S3_CONFIG_VARIABLE
-from keepstep.config.schema import S3Config
+from keepstep.cli.transfer import CONFIG_VARIABLE
+from keepstep.config.schema import RunConfig
 from keepstep.controller.children import ChildResult, run_command
-from keepstep.errors import StorageError, StorageRefusedError
+from keepstep.errors import EXIT_HELD, StorageError, StorageRefusedError
 from keepstep.events.log import EventLog
 from keepstep.run import RunDir
 
+logger = logging.getLogger("keepstep")
+
 UPLOAD_TIMEOUT_S = 6 * 3600.0
 LONGEST_DELAY_S = 60.0
+
+
+def most_wanted(steps: Iterable[int], prefer_multiple: int) -> int:
+    """The step to upload first: a resume prefers the newest multiple, then the newest."""
+    return max(steps, key=lambda step: (step > 0 and step % prefer_multiple == 0, step))
 
 
 class Uploader:
     """Brings verified checkpoints into the store."""
 
     def __init__(
-        self, run: RunDir, config: S3Config, attempt: Attempt, events: EventLog, environment: Mapping[str, str]
+        self, run: RunDir, config: RunConfig, attempt: Attempt, events: EventLog, environment: Mapping[str, str]
     ) -> None:
-        self._run, self._config, self._attempt, self._events = run, config, attempt, events
+        self._run, self._config, self._attempt, self._events = run, config.s3, attempt, events
+        self._prefer_multiple = config.resume.prefer_multiple
         # The settings of this start: config.yaml holds those of the first.
-        self._environment = {**environment, S3_CONFIG_VARIABLE: config.model_dump_json()}
-        self._queue: queue.Queue[int | None] = queue.Queue()
+        sections = {"s3": config.s3.model_dump(mode="json"), "checkpoint": config.checkpoint.model_dump(mode="json")}
+        self._environment = {**environment, CONFIG_VARIABLE: json.dumps(sections)}
+        self._waiting: set[int] = set()
+        self._ending = False
+        self._changed = threading.Condition()
         self._failed: dict[int, str] = {}
         self.current: int | None = None
         """The step that is being uploaded."""
@@ -43,7 +55,9 @@ class Uploader:
         self._thread.start()
 
     def add(self, step: int) -> None:
-        self._queue.put(step)
+        with self._changed:
+            self._waiting.add(step)
+            self._changed.notify()
 
     def drain(self, timeout_s: float) -> None:
         """Wait until every step is confirmed; those that were given up during training are tried once more.
@@ -53,9 +67,10 @@ class Uploader:
             StorageRefusedError: the store said no.
         """
         self._hurry.set()
-        for step in sorted(self._failed):
-            self._queue.put(step)
-        self._queue.put(None)
+        with self._changed:
+            self._waiting |= set(self._failed)
+            self._ending = True
+            self._changed.notify()
         self._thread.join(timeout=timeout_s)
         where = f"bucket {self._config.bucket or 'keepstep'}"
         if self._failed:
@@ -72,12 +87,22 @@ class Uploader:
             )
 
     def _work(self) -> None:
-        while (step := self._queue.get()) is not None:
+        while (step := self._next()) is not None:
             try:
                 self._upload(step)
             except Exception as error:
                 # A thread that died here would look like one that has finished.
                 self._failed[step] = f"{type(error).__name__}: {error}"
+
+    def _next(self) -> int | None:
+        """Wait for a step; None: the run ends and nothing waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ending)
+            if not self._waiting:
+                return None
+            step = most_wanted(self._waiting, self._prefer_multiple)
+            self._waiting.remove(step)
+            return step
 
     def _upload(self, step: int) -> None:
         self.current = step
@@ -91,18 +116,39 @@ class Uploader:
                 timeout_s=UPLOAD_TIMEOUT_S,
                 environment=self._environment,
                 niceness=19,
+                on_line=self._tell_progress,
             )  # fmt: skip
             if found.status == 0:
                 self._failed.pop(step, None)
                 self._events.emit("checkpoint_uploaded", step=step, upload_s=round(time.monotonic() - begin, 3))
+                self._tell_cleared(json.loads(found.stdout))
                 return
             reason, final = _reason(found)
+            if found.status == EXIT_HELD:
+                # Another machine has the run: the loop stops at its next look.
+                self._attempt.fenced.set()
             self._failed[step] = reason
             self._events.emit("upload_failed", step=step, reason=reason, tries=number + 1)
             if final or number == self._config.max_retries:
                 return
             if self._hurry.wait(min(LONGEST_DELAY_S, 2.0**number)):
                 self._hurry.clear()
+
+    def _tell_progress(self, line: str) -> bool:
+        """Emit the uploader's progress; False: the line is none."""
+        try:
+            fields = json.loads(line)["upload_progress"]
+        except (ValueError, TypeError, KeyError):
+            return False
+        self._events.emit("upload_progress", **fields)
+        return True
+
+    def _tell_cleared(self, record: Mapping[str, Any]) -> None:
+        """What the uploader deleted from the store after its upload, and that it could not."""
+        for entry in record["retired"]:
+            self._events.emit("checkpoint_pruned", source="s3", **entry)
+        if "clear_error" in record:
+            logger.warning("nothing more was cleared from the store: %s", record["clear_error"])
 
 
 def _reason(found: ChildResult) -> tuple[str, bool]:

@@ -90,8 +90,8 @@ class ObjectStore(Protocol):
 
     def delete(self, key: str) -> None: ...
 
-    def abort_unfinished(self, prefix: str) -> int:
-        """Abort unfinished uploads under `prefix`, of whoever began them; returns how many."""
+    def abort_unfinished(self, prefix: str, keep: Callable[[str], bool] = lambda key: False) -> int:
+        """Abort unfinished uploads under `prefix`, of whoever began them, except of keys to `keep`; how many."""
         ...
 
     def close(self) -> None: ...

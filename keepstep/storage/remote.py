@@ -31,19 +31,19 @@ from keepstep.checkpoint.publish import publish
 from keepstep.checkpoint.verify import REJECTED, VERIFIED, Verdict, verify
 from keepstep.config.schema import S3Config
 from keepstep.errors import CheckpointError, ConfigError, ContractError, KeepstepError, NoRoomError, StorageError
-from keepstep.events.log import utc_now
 from keepstep.platform import servers
 from keepstep.run import RunDir, fsync_dir, write_atomic
+from keepstep.storage import lease
 from keepstep.storage.protocol import ObjectStore, OnBytes, ignore_bytes
 from keepstep.storage.s3 import S3Store
 
 RECORD = "run.json"
 CONFIG = "config.yaml"
+SHARED = "shared/"
 DOWNLOAD_PREFIX = ".download-"
 ENDPOINT_VARIABLE = "KEEPSTEP_S3_ENDPOINT"
 
 _MANIFEST_KEY = re.compile(r"checkpoints/step_(0|[1-9][0-9]*)/" + re.escape(layout.MANIFEST))
-_ATTEMPT_KEY = re.compile(r"attempts/([1-9][0-9]*)\.json")
 
 
 def open_remote(config: S3Config, run: RunDir, environment: dict[str, str] | None = None) -> RemoteRun:
@@ -207,9 +207,12 @@ class RemoteRun:
         return record
 
     def highest_attempt(self) -> int:
-        """Highest attempt number that ever uploaded here; 0 when none did."""
-        found = (_ATTEMPT_KEY.fullmatch(key) for key, _ in self.store.list_objects("attempts/"))
-        return max((int(match.group(1)) for match in found if match), default=0)
+        """Highest attempt number that ever began here; 0 when none did."""
+        return lease.highest(self.store)
+
+    def claim_attempt(self, run: RunDir, number: int) -> bool:
+        """`lease.claim`: take an attempt's number here as well; False: another machine has it."""
+        return lease.claim(self.store, run, number)
 
     def download(
         self,
@@ -287,19 +290,29 @@ def upload_checkpoint(
     Raises:
         CheckpointError: the step is not on disk or has no valid manifest.
         ContractError: the prefix belongs to another run, or holds other tensors for this step.
+        FencedError: a newer attempt owns the run, here or in the store.
         LocalFileError: a local file is not what the manifest says.
         StorageError, StorageRefusedError: the store.
     """
     store = remote.store
     data, local = _local_manifest(run, step)
-    _claim_prefix(remote, run, local, attempt)
+    _claim_prefix(remote, run, local)
+    if attempt is not None:
+        # The store may not have answered when the attempt began.
+        lease.claim(store, run, attempt)
+
+    def fence() -> None:
+        check_fence()
+        if attempt is not None:
+            lease.check(store, run, attempt)
+
     num_bytes = sum(digest.size for digest in local.files.values())
     standing = remote.manifest_bytes(step)
     if standing is not None and standing != data:
         if _stands_equal(remote, step, standing, local):
             return UploadReport(step, num_bytes, 0, len(local.files))
         # Without its manifest the damaged step is gone for readers before its objects are replaced.
-        check_fence()
+        fence()
         store.delete(step_key(step, layout.MANIFEST))
         standing = None
     listed = remote.sizes(step, local)
@@ -309,13 +322,13 @@ def upload_checkpoint(
         if listed.get(key) == digest.size and store.confirms(key, digest):
             on_bytes(digest.size)
             continue
-        check_fence()
+        fence()
         if key in listed:
             # It is damaged, and no upload replaces what stands.
             store.delete(key)
         store.put_file(run.checkpoint(step) / name, key, digest, on_bytes)
         num_uploaded += 1
-    check_fence()
+    fence()
     if standing is None and not store.put_bytes(step_key(step, layout.MANIFEST), data, if_absent=True):
         standing = remote.manifest_bytes(step)
     if standing is not None and standing != data:
@@ -335,7 +348,7 @@ def object_key(step: int, name: str, digest: FileDigest) -> str:
     if not name.startswith(f"{layout.REF_DIR}/"):
         return step_key(step, name)
     raw, _, count = digest.tree.partition("-")
-    return "shared/" + base64.b64decode(raw).hex() + (f"-{count}" if count else "")
+    return SHARED + base64.b64decode(raw).hex() + (f"-{count}" if count else "")
 
 
 def sweep_downloads(run: RunDir, keep: Path | None = None) -> None:
@@ -378,7 +391,7 @@ def _local_manifest(run: RunDir, step: int) -> tuple[bytes, Manifest]:
     return data, found
 
 
-def _claim_prefix(remote: RemoteRun, run: RunDir, local: Manifest, attempt: int | None) -> None:
+def _claim_prefix(remote: RemoteRun, run: RunDir, local: Manifest) -> None:
     """Make the prefix this run's own at the first upload, or refuse."""
     store = remote.store
     if not store.put_bytes(RECORD, run.record.read_bytes(), if_absent=True):
@@ -390,8 +403,6 @@ def _claim_prefix(remote: RemoteRun, run: RunDir, local: Manifest, attempt: int 
                 "Give this run an s3.prefix of its own.",
             )
     store.put_bytes(CONFIG, run.config.read_bytes(), if_absent=True)
-    if attempt is not None:
-        store.put_bytes(f"attempts/{attempt}.json", json.dumps({"attempt": attempt, "time": utc_now()}).encode())
 
 
 def _stands_equal(remote: RemoteRun, step: int, standing: bytes, local: Manifest) -> bool:

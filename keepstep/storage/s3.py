@@ -156,8 +156,8 @@ class S3Store:
             # Some stores say so; the others answer as if it had been there.
             pass
 
-    def abort_unfinished(self, prefix: str) -> int:
-        return self._run(self._abort_unfinished(prefix))
+    def abort_unfinished(self, prefix: str, keep: Callable[[str], bool] = lambda key: False) -> int:
+        return self._run(self._abort_unfinished(prefix, keep))
 
     # Requests
 
@@ -501,8 +501,8 @@ class S3Store:
                 return found
             page = following
 
-    async def _abort_unfinished(self, prefix: str) -> int:
-        unfinished = await self._unfinished(prefix)
+    async def _abort_unfinished(self, prefix: str, keep: Callable[[str], bool]) -> int:
+        unfinished = [entry for entry in await self._unfinished(prefix) if not keep(entry[0])]
         for key, upload in unfinished:
             await self._abort(key, upload)
         return len(unfinished)

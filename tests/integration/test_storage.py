@@ -14,16 +14,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from keepstep.attempts import Attempt
 from keepstep.checkpoint import layout, manifest
 from keepstep.checkpoint.digest import digest_file
+from keepstep.checkpoint.history import uploaded_steps
 from keepstep.checkpoint.tensor_headers import Archive
 from keepstep.checkpoint.verify import verify
 from keepstep.cli.main import main
-from keepstep.config.schema import S3Config
+from keepstep.config.schema import CheckpointConfig, RetryConfig, S3Config
+from keepstep.controller.session import acquire
 from keepstep.errors import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -35,10 +39,11 @@ from keepstep.errors import (
 )
 from keepstep.platform import servers
 from keepstep.processes import ProcessRef
-from keepstep.run import RunDir, write_json
-from keepstep.storage import s3
+from keepstep.run import RunDir, read_json, write_json
+from keepstep.storage import lease, s3
 from keepstep.storage.protocol import LocalFileError
 from keepstep.storage.remote import RemoteRun, object_key, open_remote, step_key, upload_checkpoint
+from keepstep.storage.retire import retire, sweep_uploads
 from keepstep.storage.s3 import S3Store
 
 pytestmark = pytest.mark.integration
@@ -436,7 +441,7 @@ def test_parts_of_other_content_are_not_taken_over(
     store._run(leave())
     sent = calls(remote, monkeypatch)
     upload_checkpoint(remote, run, 100, attempt=1)
-    assert [arguments["PartNumber"] for method, arguments in sent if method == "upload_part"] == [2, 3]
+    assert sorted(arguments["PartNumber"] for method, arguments in sent if method == "upload_part") == [2, 3]
     assert remote.verify(100).resumable
 
 
@@ -489,6 +494,152 @@ def test_killed_download_goes_on_by_part(
     assert content(other.checkpoint(100)) == before
     assert not (tmp_path / "victim").exists()
     assert [entry.name for entry in other.checkpoints.iterdir()] == ["step_100"]
+
+
+def start_attempt(root: Path, remote: RemoteRun, run_id: str = "run-a") -> tuple[RunDir, Attempt]:
+    """A start on a machine of its own: `acquire` as `run_attempt` calls it, with what it needs of a `Start`."""
+    run = RunDir.at(root)
+    run.root.mkdir(exist_ok=True)
+    write_json(run.record, {"run_id": run_id})
+    run.config.write_text(CONFIG_YAML)
+    start: Any = SimpleNamespace(
+        config=SimpleNamespace(retry=RetryConfig()), run=run, remote=remote, servers=[], warnings=[]
+    )
+    return run, acquire(start, None)
+
+
+@pytest.fixture
+def machines(
+    remote: RemoteRun, run: RunDir, server: servers.ServerInfo, tmp_path: Path
+) -> Iterator[tuple[RunDir, Attempt, RemoteRun, RunDir, Attempt, RemoteRun]]:
+    """Two machines with disks of their own and one prefix; the second has taken over from the first."""
+    config = S3Config(embedded=True, prefix=remote.prefix)
+    with closing(open_remote(config, run, server.env)) as other:
+        first_run, first = start_attempt(tmp_path / "run", remote)
+        second_run, second = start_attempt(tmp_path / "elsewhere", other)
+        yield first_run, first, remote, second_run, second, other
+        for attempt in (first, second):
+            attempt.close({"status": "finished"})
+
+
+def test_second_machine_takes_the_next_number_and_fences_the_first(machines: Any) -> None:
+    """The stale attempt publishes nothing, deletes nothing and sweeps nothing; the other one goes on."""
+    first_run, first, remote, second_run, second, other = machines
+    assert (first.number, second.number) == (1, 2)
+    write_step(first_run, 100)
+    write_step(second_run, 100)
+    with pytest.raises(FencedError, match="attempt 2 in s3://"):
+        upload_checkpoint(remote, first_run, 100, first.number)
+    assert remote.steps() == []
+    write_step(second_run, 80)
+    for step in (80, 100):
+        upload_checkpoint(other, second_run, step, second.number)
+    with pytest.raises(FencedError):
+        sweep_uploads(remote, first_run, lambda: lease.check(remote.store, first_run, first.number))
+    with pytest.raises(FencedError):
+        retire(
+            remote, first_run, "run-a", CheckpointConfig(keep_last=1, keep_best=0),
+            lambda: lease.check(remote.store, first_run, first.number), lambda step, reason: None,
+        )  # fmt: skip
+    assert remote.verify(80).resumable
+    assert remote.verify(100).resumable
+
+
+def test_number_that_another_machine_took_meanwhile_is_given_back(
+    remote: RemoteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other machine's claim lands between this one's look and its own claim."""
+    claim = RemoteRun.claim_attempt
+
+    def slower(self: RemoteRun, run: RunDir, number: int) -> bool:
+        if number == 1:
+            self.store.put_bytes("attempts/1.json", b'{"attempt": 1, "owner": {"host": "other"}}')
+        return claim(self, run, number)
+
+    monkeypatch.setattr(RemoteRun, "claim_attempt", slower)
+    run, attempt = start_attempt(tmp_path / "run", remote)
+    assert attempt.number == 2
+    assert read_json(run.attempt(1))["outcome"]["class"] == "held"
+    attempt.close({"status": "finished"})
+
+
+def test_number_is_claimed_late_when_the_store_was_down_at_the_start(
+    remote: RemoteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines trained as attempt 1 while the store was away: the first upload decides."""
+
+    def down(*_: Any) -> bool:
+        raise StorageError("down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteRun, "claim_attempt", down)
+        (one, first), (two, second) = (start_attempt(tmp_path / name, remote) for name in ("one", "two"))
+    assert (first.number, second.number) == (1, 1)
+    for run in (one, two):
+        write_step(run, 100)
+    upload_checkpoint(remote, one, 100, 1)
+    # Same host and process here: told apart by what the second wrote of itself.
+    write_json(two.attempt(1), read_json(two.attempt(1)) | {"owner": {"host": "two"}})
+    with pytest.raises(FencedError, match="another machine"):
+        upload_checkpoint(remote, two, 100, 1)
+    for attempt in (first, second):
+        attempt.close({"status": "finished"})
+
+
+def test_remote_retention_keeps_what_a_rule_or_the_disk_keeps(run: RunDir, remote: RemoteRun) -> None:
+    """Steps 100, 120 … 200: kept are the multiple of 100, the newest two, and one that is still on the disk."""
+    for step in (100, 120, 140, 160, 180, 200):
+        folder = write_step(run, step, seed=step)
+        shared = layout.REF if step in (120, 140) else None
+        if shared and step == 140:
+            shutil.copy(run.checkpoint(120) / shared, folder / shared)
+            write_manifest(folder, step)
+        upload_checkpoint(remote, run, step, attempt=1)
+        write_json(run.upload(step), {"step": step})
+    write_step(run, 130, run_id="run-b")
+    foreign = (run.checkpoint(130) / layout.MANIFEST).read_bytes()
+    remote.store.put_bytes(step_key(130, layout.MANIFEST), foreign)
+    remote.store.put_bytes(step_key(110, layout.ACTOR), b"of a deletion that was killed")
+    shared_before = [key for key, _ in remote.store.list_objects("shared/")]
+    gone = {key_of(remote, 120, layout.REF), key_of(remote, 160, layout.REF)}
+    for step in (100, 120, 130, 160, 180, 200):
+        shutil.rmtree(run.checkpoint(step))
+    told: list[int] = []
+    checkpoint = CheckpointConfig(keep_last=2, keep_every=100, keep_best=0)
+    retire(remote, run, "run-a", checkpoint, lambda: None, lambda step, reason: told.append(step))
+    assert told == [120, 160]
+    assert remote.steps() == [100, 130, 140, 180, 200]
+    assert [step for step in (100, 140, 180, 200) if not remote.verify(step).resumable] == []
+    left = {key.split("/")[1] for key, _ in remote.store.list_objects("checkpoints/")}
+    assert left == {f"step_{step}" for step in remote.steps()}
+    # 140, which stays, shares the reference of 120.
+    still = {key for key, _ in remote.store.list_objects("shared/")}
+    assert still == set(shared_before) - (gone - {key_of(remote, 140, layout.REF)})
+    assert uploaded_steps(run) == [100, 140, 180, 200]
+
+
+def test_upload_sweeps_orphans_of_our_prefix_only(
+    run: RunDir, remote: RemoteRun, server: servers.ServerInfo, start_upload: Callable[[], subprocess.Popen[str]]
+) -> None:
+    """C163: those of steps that still wait for their upload stay, to be gone on with."""
+    write_step(run, 100)
+    write_step(run, 120)
+    store = remote.store
+    assert isinstance(store, S3Store)
+
+    async def leave(key: str) -> None:
+        await store._call("create_multipart_upload", key, ChecksumAlgorithm="SHA256")
+
+    with closing(open_remote(S3Config(embedded=True, prefix=f"{remote.prefix}2"), run, server.env)) as neighbour:
+        for key in (step_key(80, layout.ACTOR), step_key(120, layout.ACTOR), "shared/00"):
+            store._run(leave(key))
+        neighbour.store._run(neighbour.store._call("create_multipart_upload", step_key(80, layout.ACTOR)))  # type: ignore[attr-defined]
+        process = start_upload()
+        stdout, stderr = finish(process)
+        assert process.returncode == 0, stderr
+        assert json.loads(stdout)["num_swept"] == 2
+        assert [key for key, _ in store._run(store._unfinished(""))] == [step_key(120, layout.ACTOR)]
+        assert neighbour.store.abort_unfinished("") == 1
 
 
 def test_settings_go_with_everything_that_is_stored(

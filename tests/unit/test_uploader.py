@@ -1,0 +1,94 @@
+"""Order of uploads, and what the uploader's process says while it works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.attempts import Attempt
+from keepstep.config.load import load
+from keepstep.controller import uploader
+from keepstep.controller.children import ChildResult, run_command
+from keepstep.controller.uploader import Uploader, most_wanted
+from keepstep.errors import EXIT_HELD, StorageRefusedError
+from keepstep.events.log import EventLog, read_jsonl
+from keepstep.run import RunDir
+
+
+@pytest.mark.parametrize(
+    ("waiting", "first"),
+    [([20, 40], 40), ([200, 340, 300, 360], 300), ([360, 340], 360), ([0, 20], 20), ([100], 100)],
+)
+def test_newest_milestone_first_then_newest(waiting: list[int], first: int) -> None:
+    assert most_wanted(waiting, 100) == first
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Any:
+    found = Attempt.acquire(RunDir.at(tmp_path / "run"), others=[], lease_timeout_s=90, heartbeat_s=60)
+    yield found
+    found.close({"status": "finished"})
+
+
+def start(attempt: Attempt, monkeypatch: pytest.MonkeyPatch, command: Any) -> tuple[Uploader, EventLog]:
+    monkeypatch.setattr(uploader, "run_command", command)
+    events = EventLog(attempt.run.events, attempt.number)
+    config = load("quickstart", [f"trainer.output_dir={attempt.run.root}", "resume.prefer_multiple=100"])
+    return Uploader(attempt.run, config, attempt, events, {}), events
+
+
+def test_queue_is_served_by_milestone(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    begun, go_on, served = threading.Event(), threading.Event(), []
+
+    def command(arguments: list[str], **_: Any) -> ChildResult:
+        served.append(int(arguments[3]))
+        begun.set()
+        assert go_on.wait(10)
+        return ChildResult(0, '{"retired": [{"step": 20, "reason": "no rule keeps it"}]}', "")
+
+    queue, _ = start(attempt, monkeypatch, command)
+    queue.add(20)
+    assert begun.wait(10)
+    for step in (100, 140, 200, 220):
+        queue.add(step)
+    go_on.set()
+    queue.drain(10)
+    assert served == [20, 200, 100, 220, 140]
+    pruned = [event for event in read_jsonl(attempt.run.events) if event["event"] == "checkpoint_pruned"]
+    assert {(event["step"], event["source"]) for event in pruned} == {(20, "s3")}
+
+
+def test_fenced_upload_ends_the_attempt(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = ChildResult(EXIT_HELD, '{"class": "fenced", "message": "stale"}', "")
+    queue, _ = start(attempt, monkeypatch, lambda *_, **__: answer)
+    queue.add(20)
+    with pytest.raises(StorageRefusedError, match="stale"):
+        queue.drain(10)
+    assert attempt.fenced.is_set()
+
+
+def test_progress_lines_become_events_and_others_stay(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, _ = start(attempt, monkeypatch, None)
+    line = '{"upload_progress": {"step": 20, "done_bytes": 5, "num_bytes": 9}}'
+    assert [queue._tell_progress(text) for text in (line, "{}", "[1]", "Traceback: x")] == [True, False, False, False]
+    (event,) = [event for event in read_jsonl(attempt.run.events) if event["event"] == "upload_progress"]
+    assert (event["step"], event["done_bytes"], event["num_bytes"]) == (20, 5, 9)
+    queue.drain(10)
+
+
+def test_lines_of_a_child_are_seen_and_those_taken_are_left_out(attempt: Attempt) -> None:
+    seen: list[str] = []
+
+    def take(line: str) -> bool:
+        seen.append(line)
+        return line.startswith("usage")
+
+    found = run_command(["no-such-command"], attempt=attempt, role="uploader", timeout_s=60, on_line=take)
+    assert found.status == 2
+    assert "".join(seen).startswith("usage")
+    assert found.stderr
+    assert not found.stderr.startswith("usage")
