@@ -1,14 +1,13 @@
-"""Looking into torch.save archives without unpickling: which globals would a load ask for?
+"""Looking into the pickle of a torch archive without unpickling: which globals would a load ask for?
 
-torch.save writes a zip archive, uncompressed, with `<name>/data.pkl` and one record per storage. `weights_only=True`
-loads only the globals below; anything else wants to run code.
+`weights_only=True` loads only the globals below; anything else wants to run code.
 """
 
 from __future__ import annotations
 
 import pickletools
-import zipfile
-from pathlib import Path
+
+from keepstep.checkpoint.torch_zip import PICKLE, ArchiveError, TorchZip
 
 ALLOWED_GLOBALS = frozenset(
     {
@@ -26,51 +25,50 @@ ALLOWED_GLOBALS = frozenset(
 )  # fmt: skip
 # Opcodes that reach code by other ways than a named global; torch.save's protocol 2 writes none of them.
 REFUSED_OPCODES = frozenset({"INST", "OBJ", "EXT1", "EXT2", "EXT4", "STACK_GLOBAL", "NEWOBJ", "NEWOBJ_EX"})
-MAX_PICKLE_BYTES = 256 * 1024**2
+MAX_PICKLE_BYTES = 64 * 1024**2
+MAX_OPCODES = 8_000_000
 
 
-def scan(path: Path) -> list[str]:
+def scan(
+    archive: TorchZip,
+    allowed: frozenset[str] = ALLOWED_GLOBALS,
+    refused: frozenset[str] = REFUSED_OPCODES,
+) -> list[str]:
     """Reasons why the archive must not be loaded; none when it is sound. Nothing in it is executed."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return _scan_archive(archive, path.stat().st_size)
-    except (
-        zipfile.BadZipFile,
-        OSError,
-        ValueError,
-        NotImplementedError,
-        EOFError,
-        OverflowError,
-        RuntimeError,
-    ) as error:
-        return [f"not a whole torch archive ({error})"]
+        return _scan_pickle(read_pickle(archive), allowed, refused)
+    except ArchiveError as error:
+        return [str(error)]
 
 
-def _scan_archive(archive: zipfile.ZipFile, file_bytes: int) -> list[str]:
-    infos = archive.infolist()
-    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
-        return ["the archive is compressed, which torch.save never does"]
-    if sum(info.file_size for info in infos) > file_bytes:
-        return ["the archive declares more bytes than the file has"]
-    if any(info.file_size == 0 and "/data/" in info.filename for info in infos):
-        empty = next(info.filename for info in infos if info.file_size == 0 and "/data/" in info.filename)
-        return [f"storage {empty} has no bytes"]
-    pickles = [info for info in infos if info.filename.endswith("/data.pkl")]
-    if len(pickles) != 1:
-        return [f"{len(pickles)} records data.pkl, expected one"]
-    if pickles[0].file_size > MAX_PICKLE_BYTES:
-        return [f"data.pkl has {pickles[0].file_size} bytes, at most {MAX_PICKLE_BYTES} are read"]
-    return _scan_pickle(archive.read(pickles[0]))
+def read_pickle(archive: TorchZip) -> bytes:
+    """
+    Raises:
+        ArchiveError: too large, or torn.
+    """
+    size = archive.size(PICKLE) or 0
+    if size > MAX_PICKLE_BYTES:
+        raise ArchiveError(f"{PICKLE} has {size} bytes, at most {MAX_PICKLE_BYTES} are read")
+    return archive.read(PICKLE, 0, size + 1)
 
 
-def _scan_pickle(data: bytes) -> list[str]:
-    reasons = []
+def _scan_pickle(data: bytes, allowed: frozenset[str], refused: frozenset[str]) -> list[str]:
+    reasons: list[str] = []
+    end = 0
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name in REFUSED_OPCODES:
+        for number, (opcode, argument, position) in enumerate(pickletools.genops(data)):
+            if number > MAX_OPCODES:
+                return [f"the pickle has more than {MAX_OPCODES} opcodes"]
+            if opcode.name in refused:
                 reasons.append(f"the pickle uses {opcode.name}, which weights_only loading refuses")
-            if opcode.name == "GLOBAL" and argument not in ALLOWED_GLOBALS:
+            if opcode.name == "GLOBAL" and argument not in allowed:
                 reasons.append(f"the pickle asks for {str(argument).replace(' ', '.', 1)}, which would run code")
+            if len(reasons) == 5:
+                return reasons
+            end = position + 1 if position is not None else 0
     except Exception as error:  # pickletools raises several kinds on torn input
-        reasons.append(f"data.pkl is torn ({error})")
-    return reasons[:5]
+        reasons.append(f"{PICKLE} is torn ({error})")
+    else:
+        if end != len(data):
+            reasons.append(f"{PICKLE} goes on after its end")
+    return reasons

@@ -1,8 +1,11 @@
 """Names, dtypes and shapes of the tensors in a torch.save archive, read without torch and without unpickling.
 
 The pickle is walked opcode by opcode over a stack of plain values; globals become inert symbols, and only the two
-rebuild functions of torch are understood. Anything else is `HeaderError`. To be called after `pickle_scan.scan`, which
-bounds sizes and refuses what could run code.
+rebuild functions of torch are understood. Any other call is `HeaderError`, or with `any_call` an inert result. To be
+called after `pickle_scan.scan`, which bounds sizes and refuses what could run code.
+
+A pickle can build a value that is small in memory and without end to whoever walks, prints or hashes it. So keys are
+plain, nothing is printed that is not, and tensors are looked for in a bounded number of places.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ from __future__ import annotations
 import math
 import pickletools
 import struct
-import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from keepstep.checkpoint.pickle_scan import read_pickle
+from keepstep.checkpoint.torch_zip import ArchiveError, TorchZip
 
 STORAGES = {
     "FloatStorage": ("float32", 4), "DoubleStorage": ("float64", 8), "HalfStorage": ("float16", 2),
@@ -22,6 +27,10 @@ STORAGES = {
 }  # fmt: skip
 
 TensorInfo = list[list[Any]]
+MAX_DEPTH = 32
+MAX_VALUES = 4_000_000
+MAX_DIMENSIONS = 32
+MAX_COUNT = 2**60
 
 
 class HeaderError(ValueError):
@@ -54,45 +63,66 @@ class Tensor:
 class Archive:
     """The structure of one file: nested dicts, lists and values, with `Tensor` where tensors stand."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, archive: TorchZip, any_call: bool = False) -> None:
         """
         Raises:
-            HeaderError: unknown opcodes or calls, or a tensor that reaches outside its storage's bytes.
+            HeaderError: unknown opcodes or calls, a storage whose record is missing, of another size or asked for by
+                nobody, a tensor that reaches outside its storage's bytes, a record that is torn.
         """
-        self._path = path
-        with zipfile.ZipFile(path) as archive:
-            self._sizes = {info.filename.partition("/")[2]: info.file_size for info in archive.infolist()}
-            self._prefix = archive.namelist()[0].partition("/")[0]
-            self.root = _Walker().walk(archive.read(f"{self._prefix}/data.pkl"))
-        for name, tensor in self.tensors().items():
-            self._check_extent(name, tensor)
+        self._archive = archive
+        walker = _Walker(any_call)
+        try:
+            self.root = walker.walk(read_pickle(archive))
+        except ArchiveError as error:
+            raise HeaderError(str(error)) from error
+        for storage in walker.storages:
+            self._check_storage(storage)
+        for key in sorted(archive.storages() - {storage.key for storage in walker.storages}):
+            raise HeaderError(f"storage data/{key} belongs to no tensor")
+        self._tensors = dict(_flatten(self.root))
+        for name, tensor in self._tensors.items():
+            _check_extent(name, tensor)
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by dotted name, in the file's order."""
-        return dict(_flatten(self.root, ""))
+        return self._tensors
 
     def describe(self) -> TensorInfo:
         """[[name, dtype, shape], …] in the manifest's form."""
-        return [[name, tensor.storage.dtype, list(tensor.shape)] for name, tensor in self.tensors().items()]
+        return [[name, tensor.storage.dtype, list(tensor.shape)] for name, tensor in self._tensors.items()]
 
     def scalar(self, tensor: Tensor) -> float:
-        """Value of a float32 or float64 tensor of one element, from the file's bytes."""
-        code = {"float32": "<f", "float64": "<d"}[tensor.storage.dtype]
-        with zipfile.ZipFile(self._path) as archive, archive.open(f"{self._prefix}/data/{tensor.storage.key}") as file:
-            file.seek(tensor.offset * tensor.storage.itemsize)
-            return float(struct.unpack(code, file.read(tensor.storage.itemsize))[0])
+        """Value of a float32 or float64 tensor of one element, from the file's bytes.
 
-    def _check_extent(self, name: str, tensor: Tensor) -> None:
-        size = self._sizes.get(f"data/{tensor.storage.key}")
-        expected = tensor.storage.numel * tensor.storage.itemsize
+        Raises:
+            HeaderError: it is no such tensor, or its record is torn.
+        """
+        code = {"float32": "<f", "float64": "<d"}.get(tensor.storage.dtype)
+        if code is None or math.prod(tensor.shape) != 1:
+            raise HeaderError(f"a counter of {tensor.storage.dtype} {list(tensor.shape)}, expected one number")
+        itemsize = tensor.storage.itemsize
+        try:
+            data = self._archive.read(f"data/{tensor.storage.key}", tensor.offset * itemsize, itemsize)
+            return float(struct.unpack(code, data)[0])
+        except (ArchiveError, struct.error) as error:
+            raise HeaderError(f"storage data/{tensor.storage.key}: {error}") from error
+
+    def _check_storage(self, storage: Storage) -> None:
+        size = self._archive.size(f"data/{storage.key}")
+        expected = storage.numel * storage.itemsize
         if size != expected:
-            raise HeaderError(f"{name}: its storage has {size} bytes, expected {expected}")
-        last = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
-        if math.prod(tensor.shape) and not 0 <= last < tensor.storage.numel:
-            raise HeaderError(f"{name}: shape {list(tensor.shape)} reaches outside its storage")
+            raise HeaderError(f"storage data/{storage.key} has {size} bytes, expected {expected}")
+
+
+def _check_extent(name: str, tensor: Tensor) -> None:
+    last = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
+    if math.prod(tensor.shape) and not 0 <= last < tensor.storage.numel:
+        raise HeaderError(f"{name}: shape {list(tensor.shape)} reaches outside its storage")
 
 
 _MARK = object()
+_INERT = object()
+"""Result of a call that is neither understood nor needed."""
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _NEW: dict[str, type] = {"EMPTY_DICT": dict, "EMPTY_LIST": list}
 _LITERALS = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"})
@@ -102,7 +132,9 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 class _Walker:
     """A pickle machine that builds nothing but plain values."""
 
-    def __init__(self) -> None:
+    def __init__(self, any_call: bool) -> None:
+        self.storages: list[Storage] = []
+        self._any_call = any_call
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
@@ -148,10 +180,9 @@ class _Walker:
         stack = self._stack
         if name == "SETITEM":
             value, key = stack.pop(), stack.pop()
-            stack[-1][key] = value
+            self._set_items([key, value])
         elif name == "SETITEMS":
-            items = self._pop_mark()
-            stack[-1].update(zip(items[::2], items[1::2], strict=True))
+            self._set_items(self._pop_mark())
         elif name == "APPEND":
             value = stack.pop()
             stack[-1].append(value)
@@ -159,12 +190,25 @@ class _Walker:
             values = self._pop_mark()
             stack[-1].extend(values)
         elif name == "BINPERSID":
-            stack.append(_storage(stack.pop()))
-        elif name == "REDUCE":
+            storage = _storage(stack.pop())
+            self.storages.append(storage)
+            stack.append(storage)
+        elif name == "REDUCE" or (name == "NEWOBJ" and self._any_call):
             arguments, function = stack.pop(), stack.pop()
-            stack.append(_call(function, arguments))
+            stack.append(_call(function, arguments, self._any_call))
+        elif name == "BUILD" and self._any_call:
+            stack.pop()
         else:
             raise HeaderError(f"opcode {name}")
+
+    def _set_items(self, items: list[Any]) -> None:
+        # An object with items of its own (an OrderedDict's subclass) was a call, and is inert here.
+        if self._stack[-1] is _INERT:
+            return
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not isinstance(key, str | int | float | None):
+                raise HeaderError(f"a key that is {type(key).__name__}, expected text or a number")
+            self._stack[-1][key] = value
 
     def _pop_mark(self) -> list[Any]:
         index = len(self._stack) - 1
@@ -177,26 +221,50 @@ class _Walker:
 
 def _storage(persistent_id: Any) -> Storage:
     kind, storage, key, _location, numel = persistent_id
-    if kind != "storage" or not isinstance(storage, Symbol):
-        raise HeaderError(f"persistent id {kind!r}")
+    sound = kind is not _INERT and isinstance(kind, str) and kind == "storage" and isinstance(storage, Symbol)
+    if not sound or not isinstance(key, str) or not _is_count(numel):
+        raise HeaderError("a persistent id that is no storage")
     dtype, itemsize = STORAGES[storage.name.rpartition(".")[2]]
-    return Storage(dtype, itemsize, str(key), int(numel))
+    return Storage(dtype, itemsize, key, numel)
 
 
-def _call(function: Any, arguments: tuple[Any, ...]) -> Any:
+def _call(function: Any, arguments: tuple[Any, ...], any_call: bool) -> Any:
     if not isinstance(function, Symbol):
         raise HeaderError("a call of something that is no global")
     if function.name == "torch._utils._rebuild_tensor_v2":
         storage, offset, shape, stride = arguments[:4]
-        return Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, stride)))
+        if any_call and storage is _INERT:
+            return _INERT
+        return _tensor(storage, offset, shape, stride)
     if function.name == "collections.OrderedDict" and not arguments:
         return {}
+    if any_call:
+        return _INERT
     raise HeaderError(f"a call of {function.name}")
 
 
-def _flatten(value: Any, prefix: str) -> list[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        return [(prefix, value)]
-    if not isinstance(value, dict):
-        return []
-    return [entry for key, item in value.items() for entry in _flatten(item, f"{prefix}.{key}" if prefix else str(key))]
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any) -> Tensor:
+    counts = [offset, *shape, *stride]
+    if not isinstance(storage, Storage) or len(shape) > MAX_DIMENSIONS or not all(map(_is_count, counts)):
+        raise HeaderError("a tensor of no storage, or whose shape is not counts")
+    return Tensor(storage, offset, tuple(shape), tuple(stride))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_COUNT
+
+
+def _flatten(root: Any) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in nested dicts, by dotted name."""
+    num_values = 0
+    pending: list[tuple[str, int, Any]] = [("", 0, root)]
+    while pending:
+        name, depth, value = pending.pop()
+        num_values += 1
+        if depth > MAX_DEPTH or num_values > MAX_VALUES:
+            raise HeaderError("nested without end")
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, dict):
+            children = ((f"{name}.{key}" if name else str(key), depth + 1, item) for key, item in value.items())
+            pending += reversed(list(children))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from keepstep.actor.rng import rng_states
-from keepstep.actor.shards import RankSnapshot
+from keepstep.actor.shards import RankSnapshot, ReferenceSnapshot
 from keepstep.checkpoint.writer import SaveRequest, SaveResult, save
 from keepstep.run import RunDir, write_json
 
@@ -28,8 +28,12 @@ def snapshots(seed: int, world_size: int = 2) -> list[RankSnapshot]:
             for name, value in params.items()
         }
         groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "params": list(SHAPES)}]
-        found.append(RankSnapshot(rank, params, optimizer, groups, {"last_epoch": 3}, rng_states()))
+        found.append(RankSnapshot(rank, params, dict(SHAPES), optimizer, groups, {"last_epoch": 3}, rng_states()))
     return found
+
+
+def references() -> list[ReferenceSnapshot]:
+    return [ReferenceSnapshot(snapshot.params, snapshot.shapes) for snapshot in snapshots(0)]
 
 
 def request(run: RunDir, step: int, **changes: Any) -> SaveRequest:
@@ -48,6 +52,8 @@ def request(run: RunDir, step: int, **changes: Any) -> SaveRequest:
             "global_step": step,
             "epoch": 1,
             "dataloader_state": {"train_dataset_offset": step * 4, "val_dataset_offset": 0},
+            "num_updates": 3,
+            "num_response_tokens": step * 32,
             "metrics": {"critic/rewards/mean": 0.5},
         },
         "config_yaml": "a: 1\n",
@@ -63,7 +69,7 @@ def write(run: RunDir, step: int, seed: int | None = None, **changes: Any) -> Sa
     if not run.has_record():
         write_json(run.record, {"run_id": "run-a"})
     shards = snapshots(step if seed is None else seed)
-    reference = None if changes.get("reference_step") else [snapshot.params for snapshot in snapshots(0)]
+    reference = None if changes.get("reference_step") else references()
     return save(request(run, step, **changes), shards, reference)
 
 

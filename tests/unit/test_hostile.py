@@ -80,18 +80,21 @@ def test_resealed_trainer_state_is_judged(folder: Path, tmp_path: Path):
     """C62: every value of trainer_state.json missing or of another form, with digests that fit."""
     mutated = shutil.copytree(folder, tmp_path / "step_20")
     state = json.loads((folder / layout.TRAINER_STATE).read_bytes())
-    needed = ("global_step", "epoch", "rng_states", "dataloader_state")
+    num_rejected = 0
     for path, nonsense, changed in variants(state):
         (mutated / layout.TRAINER_STATE).write_text(json.dumps(changed))
         manifest = unsealed(folder)
         manifest["files"][layout.TRAINER_STATE] |= digest_file(mutated / layout.TRAINER_STATE).to_record()
         (mutated / layout.MANIFEST).write_bytes(seal(manifest))
         verdict = verify(mutated, quick=True)
-        if path[0] not in needed:
+        # Metrics are words to a resume.
+        if path[0] == "metrics" and (len(path) > 1 or isinstance(nonsense, dict)):
             assert verdict.state == VERIFIED, (path, nonsense)
-        elif path[-1] in (*needed, "train_dataset_offset", "val_dataset_offset", "python", "numpy", "torch"):
-            is_count = nonsense == 10**30 and path[-1] not in ("global_step", "python", "numpy", "torch", "rng_states")
-            assert verdict.state == REJECTED or is_count, (path, nonsense)
+        else:
+            assert verdict.state == REJECTED, (path, nonsense)
+            assert verdict.reasons[0].startswith("trainer_state.json: "), verdict.reasons
+            num_rejected += 1
+    assert num_rejected > 200
 
 
 def test_the_untouched_one_is_good(folder: Path):

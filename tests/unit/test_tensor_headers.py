@@ -13,6 +13,7 @@ from keepstep.checkpoint import layout
 from keepstep.checkpoint.digest import digest_file
 from keepstep.checkpoint.manifest import seal
 from keepstep.checkpoint.tensor_headers import Archive, HeaderError
+from keepstep.checkpoint.torch_zip import TorchZip
 from keepstep.checkpoint.verify import verify
 from keepstep.run import RunDir, read_json
 from tests.unit import builder
@@ -20,7 +21,7 @@ from tests.unit import builder
 
 def saved(path: Path, value: object) -> Archive:
     torch.save(value, path)
-    return Archive(path)
+    return Archive(TorchZip(path.open("rb")))
 
 
 def test_every_dtype_and_form_that_torch_writes(tmp_path: Path):
@@ -41,7 +42,7 @@ def test_every_dtype_and_form_that_torch_writes(tmp_path: Path):
 def test_foreign_calls_are_not_understood(tmp_path: Path):
     torch.save({"a": torch.nn.Parameter(torch.ones(2))}, tmp_path / "x.pt")
     with pytest.raises(HeaderError, match=r"a call of torch\._utils\._rebuild_parameter"):
-        Archive(tmp_path / "x.pt")
+        Archive(TorchZip((tmp_path / "x.pt").open("rb")))
 
 
 def replace_optimizer(run: RunDir, change) -> None:

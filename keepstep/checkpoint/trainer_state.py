@@ -1,0 +1,136 @@
+"""Is a trainer_state.json complete, and do its counters agree with each other? Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+from keepstep.checkpoint import strict_json
+
+TORCH_STATE_BYTES = 5056
+"""torch's Mersenne Twister on the CPU."""
+CUDA_STATE_BYTES = 16
+_WORDS = 624
+
+
+def state_problems(state: Any) -> list[str]:
+    """What is wrong with the content of a trainer_state.json."""
+    if not isinstance(state, dict):
+        return ["not an object"]
+    loader = state.get("dataloader_state")
+    if not isinstance(loader, dict):
+        return ["dataloader_state is missing: nothing says which row comes next"]
+    needed = {
+        "global_step": state.get("global_step"),
+        "epoch": state.get("epoch"),
+        "dataloader_state.train_dataset_offset": loader.get("train_dataset_offset"),
+        "dataloader_state.val_dataset_offset": loader.get("val_dataset_offset"),
+        "num_updates": state.get("num_updates"),
+        "num_response_tokens": state.get("num_response_tokens"),
+    }
+    # Releases before 0.2 did not write it.
+    counts = needed | ({"num_train_rows": state["num_train_rows"]} if "num_train_rows" in state else {})
+    problems = [
+        f"{name} is {_short(value)}, expected a count" for name, value in counts.items() if not _is_count(value)
+    ]
+    if not isinstance(state.get("metrics"), dict):
+        problems.append("metrics is not an object")
+    if not problems:
+        problems += counter_problems(state)
+    return problems + rng_problems(state.get("rng_states"))
+
+
+def counter_problems(state: dict[str, Any]) -> list[str]:
+    """Whether the position in the data is one that this many steps lead to; every step takes a batch of one size."""
+    step, offset = state["global_step"], state["dataloader_state"]["train_dataset_offset"]
+    problems = []
+    if offset if step == 0 else offset == 0 or offset % step:
+        problems.append(f"train_dataset_offset {offset} is not {step} batches of one size")
+    num_rows = state.get("num_train_rows")
+    if num_rows == 0:
+        problems.append("num_train_rows is 0")
+    elif num_rows is not None and state["epoch"] != offset // num_rows + 1:
+        problems.append(f"epoch {state['epoch']}, expected {offset // num_rows + 1} at row {offset} of {num_rows}")
+    elif state["epoch"] == 0:
+        problems.append("epoch 0, expected 1 or more")
+    return problems
+
+
+def rng_problems(rng: Any) -> list[str]:
+    """Whether every random stream of every rank could be set again."""
+    if not isinstance(rng, dict):
+        return ["rng_states is missing"]
+    per_rank = rng.get("per_rank", [])
+    if not isinstance(per_rank, list):
+        return ["rng_states.per_rank is not a list"]
+    places = [("rng_states", rng), *((f"rng_states.per_rank[{rank}]", found) for rank, found in enumerate(per_rank))]
+    return [problem for where, streams in places for problem in _stream_problems(where, streams)]
+
+
+def _stream_problems(where: str, streams: Any) -> list[str]:
+    if not isinstance(streams, dict):
+        return [f"{where} is not an object"]
+    cuda = streams.get("cuda")
+    if not isinstance(cuda, list):
+        return [f"{where}.cuda is not a list"]
+    checks = [
+        ("python", _is_python_state(_decode_json(streams.get("python")))),
+        ("numpy", _is_numpy_state(_decode_json(streams.get("numpy")))),
+        ("torch", _num_bytes(streams.get("torch")) == TORCH_STATE_BYTES),
+        *((f"cuda[{device}]", _num_bytes(entry) == CUDA_STATE_BYTES) for device, entry in enumerate(cuda)),
+    ]
+    return [f"{where}.{name} is not the base64 of such a generator" for name, sound in checks if not sound]
+
+
+def _is_python_state(value: Any) -> bool:
+    """[3, [624 words and the position], null or a number]."""
+    if not isinstance(value, list) or len(value) != 3 or value[0] != 3 or not isinstance(value[1], list):
+        return False
+    words, gauss = value[1], value[2]
+    return len(words) == _WORDS + 1 and _are_words(words) and words[-1] <= _WORDS and _is_number_or_none(gauss)
+
+
+def _is_numpy_state(value: Any) -> bool:
+    """["MT19937", [624 words], position, has_gauss, cached]."""
+    if not isinstance(value, list) or len(value) != 5 or value[0] != "MT19937" or not isinstance(value[1], list):
+        return False
+    _, words, position, has_gauss, cached = value
+    sound = len(words) == _WORDS and _are_words([*words, position]) and position <= _WORDS
+    return sound and has_gauss in (0, 1) and isinstance(cached, int | float)
+
+
+def _are_words(values: list[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 2**32 for value in values)
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _decode(text: Any) -> bytes | None:
+    try:
+        return base64.b64decode(text, validate=True) if isinstance(text, str) else None
+    except (ValueError, binascii.Error):
+        return None
+
+
+def _decode_json(text: Any) -> Any:
+    data = _decode(text)
+    try:
+        return strict_json.loads(data) if data else None
+    except strict_json.StrictJsonError:
+        return None
+
+
+def _num_bytes(text: Any) -> int | None:
+    data = _decode(text)
+    return None if data is None else len(data)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _short(value: Any) -> str:
+    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
