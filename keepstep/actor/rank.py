@@ -19,11 +19,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from keepstep.actor import shards
 from keepstep.actor.batch import Batch
+from keepstep.actor.host_buffer import HostBuffer
 from keepstep.actor.rng import restore_rng_states, rng_states, seed_everything
 from keepstep.algorithm import losses
 from keepstep.algorithm.schedules import lr_factor
+from keepstep.checkpoint import layout, reader
 from keepstep.config.schema import ActorConfig
 from keepstep.errors import NonFiniteError
+from keepstep.run import read_json
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Rank:
             # Where a kernel has no deterministic form torch warns, and exact bytes are not to be had.
             torch.use_deterministic_algorithms(True, warn_only=True)
         seed_everything(spec.seed + spec.rank)
+        self.host_buffer = HostBuffer(pinned=spec.device == "cuda")
 
     def connect(self, host: str, port: int) -> None:
         """Join the process group at host:port and build the sharded models without weights."""
@@ -78,21 +82,24 @@ class Rank:
     def load_initial(self, model_dir: str) -> None:
         """Policy and reference from the same base weights (safetensors of a Hugging Face folder)."""
         state = read_base_weights(Path(model_dir), dict(self.model.named_parameters()).keys())
-        shards.load_full(self.model, state, self.spec.rank, self.spec.world_size)
-        if self.reference is not None:
-            shards.load_full(self.reference, state, self.spec.rank, self.spec.world_size)
+        for model in filter(None, (self.model, self.reference)):
+            shards.check_names(model, set(state))
+            shards.copy_chunks(dict(model.named_parameters()), state, self.spec.rank, self.spec.world_size)
 
-    def load_checkpoint(self, state: dict[str, Any]) -> None:
-        """Everything from a checkpoint as `checkpoint.reader.read` gives it, the reference from its own weights."""
-        rank, world_size = self.spec.rank, self.spec.world_size
-        shards.load_full(self.model, state["actor"], rank, world_size)
+    def load_checkpoint(self, folder: str) -> None:
+        """Everything from a verified checkpoint of either layout, the reference from its own weights."""
+        path = Path(folder)
+        self._load(self.model, reader.read_role(path, reader.ACTOR))
         if self.reference is not None:
-            shards.load_full(self.reference, state["ref"], rank, world_size)
-        shards.load_optimizer(self.model, self.optimizer, state["optimizer"], rank, world_size)
-        self.scheduler.load_state_dict(state["scheduler"])
-        per_rank = state["trainer_state"]["rng_states"]["per_rank"]
-        if len(per_rank) == world_size:
-            restore_rng_states(per_rank[rank])
+            self._load(self.reference, reader.read_role(path, reader.REF))
+        moments = reader.read_role(path, reader.OPTIMIZER)
+        targets = shards.optimizer_targets(self.model, self.optimizer, moments.names())
+        moments.fill(targets, self.spec.rank, self.spec.world_size)
+        shards.restore_param_groups(self.optimizer, reader.read_param_groups(path))
+        self.scheduler.load_state_dict(reader.read_file(path / layout.SCHEDULER))
+        per_rank = read_json(path / layout.TRAINER_STATE)["rng_states"]["per_rank"]
+        if len(per_rank) == self.spec.world_size:
+            restore_rng_states(per_rank[self.spec.rank])
 
     def log_probs(self, batch: Batch) -> dict[str, np.ndarray]:
         """Log-probs of the batch's tokens before the update: {"old": [B, L-1], "ref": [B, L-1]} (ref only with KL)."""
@@ -125,26 +132,33 @@ class Rank:
                 weights[name] = full.cpu().numpy()
         return weights if self.spec.rank == 0 else None
 
-    def snapshot(self) -> shards.RankSnapshot:
-        """Host copy of what this rank holds of policy, optimizer, scheduler and random streams."""
-        return shards.RankSnapshot(
-            rank=self.spec.rank,
-            params={name: shards.host_copy(param) for name, param in self.model.named_parameters()},
-            optimizer=shards.optimizer_shards(self.model, self.optimizer),
-            param_groups=shards.optimizer_names(self.model, self.optimizer),
+    def snapshot(self, shared: bool) -> shards.RankSnapshot:
+        """Host copy of what this rank holds of policy, optimizer, scheduler and random streams.
+
+        Args:
+            shared: the reader is on this host and maps the memory; else the arrays come along.
+        """
+        found = shards.take_snapshot(
+            self.spec.rank,
+            self.model,
+            self.optimizer,
+            self.host_buffer,
             scheduler=self.scheduler.state_dict() | {"lr_lambdas": [None]},
             rng=rng_states(),
         )
+        return found if shared else shards.open_snapshot(found)
 
-    def snapshot_reference(self) -> dict[str, np.ndarray] | None:
+    def snapshot_reference(self) -> shards.ReferenceSnapshot | None:
         """Host copy of this rank's shards of the reference; None without one."""
-        if self.reference is None:
-            return None
-        return {name: shards.host_copy(param) for name, param in self.reference.named_parameters()}
+        return None if self.reference is None else shards.reference_snapshot(self.reference)
 
     def learning_rate(self) -> float:
         """The learning rate that the next step will use."""
         return float(self.scheduler.get_last_lr()[0])
+
+    def _load(self, model: torch.nn.Module, source: reader.Source) -> None:
+        shards.check_names(model, source.names())
+        source.fill(dict(model.named_parameters()), self.spec.rank, self.spec.world_size)
 
     def _build(self) -> torch.nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM

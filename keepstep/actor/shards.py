@@ -7,13 +7,17 @@ hold nothing. Concatenating the ranks' arrays in order gives the full tensor, wi
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from keepstep.actor.host_buffer import HostBuffer, SharedMemory, Slot, view
+
 OPTIMIZER_TENSORS = ("exp_avg", "exp_avg_sq")
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass
@@ -21,20 +25,85 @@ class RankSnapshot:
     """Host copy of one rank's state. Arrays are this rank's shards along dimension 0."""
 
     rank: int
-    params: dict[str, np.ndarray]
-    optimizer: dict[str, dict[str, np.ndarray]]
+    params: dict[str, Any]
+    """Array by name (in shared form: its `Slot`)."""
+    shapes: Shapes
+    """Full shape by name."""
+    optimizer: dict[str, dict[str, Any]]
+    """AdamW's state by parameter name: `step` a scalar array, the others arrays (in shared form: their `Slot`s)."""
     param_groups: list[dict[str, Any]]
     scheduler: dict[str, Any]
     rng: dict[str, Any]
+    memory: SharedMemory | None = None
+    """Shared form: where the slots lie. None: the arrays are here."""
 
 
-def host_copy(tensor: torch.Tensor) -> np.ndarray:
-    """A copy of this rank's shard in host memory that no later update touches.
+@dataclass
+class ReferenceSnapshot:
+    """Host copy of one rank's shards of the frozen reference."""
+
+    params: dict[str, np.ndarray]
+    shapes: Shapes
+
+
+def take_snapshot(
+    rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, buffer: HostBuffer, **small: Any
+) -> RankSnapshot:
+    """Copy this rank's shards of policy and optimizer into `buffer`; `small` are the other fields.
 
     Raises:
-        AttributeError: the tensor is no DTensor: FSDP has it gathered, and its shards would not add up.
+        AttributeError: a parameter is no DTensor: FSDP has it gathered, and its shards would not add up.
     """
-    return tensor.detach().to_local().to("cpu", copy=True).numpy()  # type: ignore[attr-defined]
+    params = dict(model.named_parameters())
+    tensors = {name: local(param) for name, param in params.items()}
+    held = {name: optimizer.state[param] for name, param in params.items() if param in optimizer.state}
+    tensors |= {f"{key}/{name}": local(state[key]) for name, state in held.items() for key in OPTIMIZER_TENSORS}
+    slots = buffer.fill(tensors)
+    moments = {name: {key: slots[f"{key}/{name}"] for key in OPTIMIZER_TENSORS} for name in held}
+    steps = {name: state["step"].to("cpu", copy=True).numpy() for name, state in held.items()}
+    return RankSnapshot(
+        rank=rank,
+        params={name: slots[name] for name in params},
+        shapes=full_shapes(model),
+        optimizer={name: {"step": steps[name], **moments[name]} for name in held},
+        param_groups=optimizer_names(model, optimizer),
+        memory=buffer.shared(),
+        **small,
+    )
+
+
+def open_snapshot(snapshot: RankSnapshot) -> RankSnapshot:
+    """The same with arrays in place of slots; nothing is copied.
+
+    Raises:
+        FileNotFoundError: the rank that holds the memory is gone.
+    """
+    if snapshot.memory is None:
+        return snapshot
+    memory = snapshot.memory.open()
+    resolve: Callable[[Any], Any] = lambda value: view(memory, value) if isinstance(value, Slot) else value  # noqa: E731
+    return replace(
+        snapshot,
+        params={name: resolve(slot) for name, slot in snapshot.params.items()},
+        optimizer={
+            name: {key: resolve(value) for key, value in state.items()} for name, state in snapshot.optimizer.items()
+        },
+        memory=None,
+    )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, not copied."""
+    return tensor.detach().to_local()  # type: ignore[attr-defined]
+
+
+def reference_snapshot(reference: torch.nn.Module) -> ReferenceSnapshot:
+    params = {name: local(param).to("cpu", copy=True).numpy() for name, param in reference.named_parameters()}
+    return ReferenceSnapshot(params, full_shapes(reference))
+
+
+def full_shapes(model: torch.nn.Module) -> Shapes:
+    return {name: tuple(param.shape) for name, param in model.named_parameters()}
 
 
 def own_chunk(full: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
@@ -43,19 +112,30 @@ def own_chunk(full: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     return chunks[rank] if rank < len(chunks) else full[:0]
 
 
-def load_full(model: torch.nn.Module, state: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
-    """Copy this rank's part of full tensors into a sharded model.
-
-    Raises:
-        KeyError: names of the two do not match (both differences are named).
+def check_names(model: torch.nn.Module, names: set[str]) -> None:
     """
-    params = dict(model.named_parameters())
-    if params.keys() != state.keys():
-        missing, unexpected = sorted(params.keys() - state.keys()), sorted(state.keys() - params.keys())
+    Raises:
+        KeyError: `names` are not exactly the model's parameters (both differences are named).
+    """
+    params = set(dict(model.named_parameters()))
+    if params != names:
+        missing, unexpected = sorted(params - names), sorted(names - params)
         raise KeyError(f"state dict does not match the model: missing {missing[:5]}, unexpected {unexpected[:5]}")
+
+
+def copy_chunks(targets: dict[str, torch.Tensor], full: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
+    """Copy this rank's part of full tensors into sharded ones of the same names; plain targets are copied whole."""
     with torch.no_grad():
-        for name, param in params.items():
-            _copy(param, state[name], rank, world_size)
+        for name, target in targets.items():
+            if not hasattr(target, "to_local"):
+                target.copy_(full[name])
+                continue
+            chunk, destination = own_chunk(full[name], rank, world_size), local(target)
+            if destination.shape != chunk.shape:
+                raise ValueError(
+                    f"{name}: shard of shape {tuple(destination.shape)} against {tuple(chunk.shape)} in the checkpoint"
+                )
+            destination.copy_(chunk)
 
 
 def optimizer_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -70,38 +150,25 @@ def optimizer_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     ]
 
 
-def optimizer_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, np.ndarray]]:
-    """AdamW's state of this rank by parameter name; `step` is a scalar array."""
-    return {
-        name: {
-            "step": optimizer.state[param]["step"].to("cpu", copy=True).numpy(),
-            **{key: host_copy(optimizer.state[param][key]) for key in OPTIMIZER_TENSORS},
-        }
-        for name, param in model.named_parameters()
-        if param in optimizer.state
-    }
+def optimizer_targets(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, names: set[str]
+) -> dict[str, torch.Tensor]:
+    """Fresh AdamW state for every parameter that `names` (`state.<parameter>.<key>`) has, as tensors to be filled.
 
-
-def load_optimizer(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any], rank: int, world_size: int
-) -> None:
-    """Restore AdamW's state and hyper-parameters from full tensors keyed by parameter name."""
+    A parameter that never got a gradient has no state in the checkpoint, and gets none.
+    """
+    targets: dict[str, torch.Tensor] = {}
     for name, param in model.named_parameters():
-        if name not in saved["state"]:
+        if f"state.{name}.step" not in names:
             continue
-        entry = saved["state"][name]
-        state: dict[str, torch.Tensor] = {"step": entry["step"].clone()}
-        for key in OPTIMIZER_TENSORS:
-            state[key] = torch.zeros_like(param)
-            _copy(state[key], entry[key], rank, world_size)
+        state: dict[str, torch.Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
+        state |= {key: torch.zeros_like(param, requires_grad=False) for key in OPTIMIZER_TENSORS}
         optimizer.state[param] = state
-    for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        targets |= {f"state.{name}.{key}": value for key, value in state.items()}
+    return targets
+
+
+def restore_param_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    """Hyper-parameters as they were; which parameters belong to a group is the model's matter."""
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
         group.update({key: copy.deepcopy(value) for key, value in values.items() if key != "params"})
-
-
-def _copy(target: torch.Tensor, full: torch.Tensor, rank: int, world_size: int) -> None:
-    destination = target.detach().to_local()  # type: ignore[attr-defined]
-    chunk = own_chunk(full, rank, world_size)
-    if destination.shape != chunk.shape:
-        raise ValueError(f"shard of shape {tuple(destination.shape)} against {tuple(chunk.shape)} in the checkpoint")
-    destination.copy_(chunk)

@@ -36,6 +36,12 @@ def entries(run: RunDir, steps: Iterable[int], run_id: str, best_metric: str) ->
     return found
 
 
+def layout_of(run: RunDir, step: int) -> str | None:
+    """The layout that a step on disk was written in; None without a readable manifest."""
+    manifest = _manifest(run.checkpoint(step))
+    return manifest.layout if manifest else None
+
+
 def metric_of(metrics: dict[str, Any], name: str) -> float | None:
     """A metric that was taken at the checkpoint's own step; None when there is none."""
     value = metrics.get(name)

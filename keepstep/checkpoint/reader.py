@@ -1,35 +1,115 @@
-"""Reading a checkpoint of layout `full` into plain tensors. Heavy half: imports torch, never unpickles code."""
+"""Reading the tensors of a checkpoint, of either layout. Heavy half: imports torch, never unpickles code.
+
+A role's tensors are a `Source`: `FullFile` (one torch.save file, memory-mapped) or `ShardFolder` (safetensors of
+torch.distributed.checkpoint, read slice by slice, so that a rank reads what it holds and no more).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from keepstep.actor.shards import copy_chunks
 from keepstep.checkpoint import layout
 from keepstep.errors import CheckpointError
 from keepstep.run import read_json
 
-_FILES = {"actor": layout.ACTOR, "optimizer": layout.OPTIMIZER, "scheduler": layout.SCHEDULER, "ref": layout.REF}
+ACTOR, OPTIMIZER, REF = "actor", "optimizer", "ref"
+_FILES = {ACTOR: layout.ACTOR, OPTIMIZER: layout.OPTIMIZER, REF: layout.REF}
+_FOLDERS = {ACTOR: layout.ACTOR_SHARDS, OPTIMIZER: layout.OPTIMIZER_SHARDS, REF: layout.REF_SHARDS}
 
 
-def read(folder: Path, *, with_reference: bool) -> dict[str, Any]:
-    """{actor, optimizer, scheduler, ref, trainer_state} of a verified checkpoint; tensors are memory-mapped.
+class Source(Protocol):
+    """One role's tensors by name; the optimizer's are `state.<parameter>.<key>`."""
+
+    def names(self) -> set[str]: ...
+
+    def fill(self, targets: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
+        """Copy into tensors of the same names; of a sharded one (DTensor) this rank's part."""
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of them, whole."""
+        ...
+
+
+class FullFile:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def fill(self, targets: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
+        copy_chunks(targets, self._tensors, rank, world_size)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self._tensors
+
+
+class ShardFolder:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+
+    def names(self) -> set[str]:
+        return set(self._found)
+
+    def fill(self, targets: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
+        # Every rank plans for itself from the headers: no collective, so a rank may load while others still import.
+        dcp.load(dict(targets), storage_reader=HuggingFaceStorageReader(str(self._path)), no_dist=True)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found: Mapping[str, Any] = self._found
+        whole = {name: torch.empty(info.size, dtype=info.properties.dtype) for name, info in found.items()}
+        self.fill(whole, 0, 1)
+        return whole
+
+
+def read_role(folder: Path, role: str) -> Source:
+    """The tensors of `actor`, `optimizer` or `ref`.
 
     Raises:
-        CheckpointError: a file cannot be loaded with `weights_only=True`.
+        CheckpointError: they cannot be loaded (`weights_only=True` for what is pickled).
     """
-    names = [name for name in _FILES if name != "ref" or with_reference]
-    state = {name: read_tensors(folder / _FILES[name]) for name in names}
-    return state | {"trainer_state": read_json(folder / layout.TRAINER_STATE)}
+    if (folder / _FILES[role]).exists():
+        value = read_file(folder / _FILES[role])
+        return FullFile(_flat_state(value["state"]) if role == OPTIMIZER else value)
+    if not (folder / _FOLDERS[role]).is_dir():
+        raise CheckpointError(f"{folder} has neither {_FILES[role]} nor {_FOLDERS[role]}.", _remedy(folder))
+    try:
+        return ShardFolder(folder / _FOLDERS[role])
+    except Exception as error:
+        raise CheckpointError(f"{folder / _FOLDERS[role]} cannot be loaded: {error}", _remedy(folder)) from error
 
 
-def read_tensors(path: Path) -> Any:
-    """One file of a checkpoint, on the CPU."""
+def read_param_groups(folder: Path) -> list[dict[str, Any]]:
+    """The optimizer's hyper-parameters."""
+    if (folder / layout.OPTIMIZER).exists():
+        return read_file(folder / layout.OPTIMIZER)["param_groups"]
+    # JSON has no tuples, and torch compares betas with one.
+    return [
+        {key: tuple(value) if key == "betas" else value for key, value in group.items()}
+        for group in read_json(folder / layout.PARAM_GROUPS)
+    ]
+
+
+def read_file(path: Path) -> Any:
+    """One torch.save file of a checkpoint, on the CPU, memory-mapped."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise CheckpointError(
-            f"{path} cannot be loaded: {error}", "Verify it: keepstep verify " + str(path.parent)
-        ) from error
+        raise CheckpointError(f"{path} cannot be loaded: {error}", _remedy(path.parent.parent)) from error
+
+
+def _flat_state(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"state.{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
+
+
+def _remedy(folder: Path) -> str:
+    return f"Verify it: keepstep verify {folder}"

@@ -1,8 +1,11 @@
-"""Writing one checkpoint of layout `full` from the ranks' snapshots. Heavy half: imports torch.
+"""Writing one checkpoint from the ranks' snapshots. Heavy half: imports torch.
 
 Order of a save: every file into a temporary folder beside the target, hashed while written, each fsynced; manifest
 last; fsync of the folders; fence; rename; fsync of the parent. A kill at any point leaves a temporary folder, which
 the next attempt sweeps, or a whole checkpoint.
+
+Layout `full` is written by one process (`save`). Layout `sharded` is written by one process per rank: the first one
+`begin`s, all write their shards (`sharded.ShardWriter`), the first one `finish`es.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,15 +21,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from keepstep.actor.shards import RankSnapshot, ReferenceSnapshot, open_snapshot
 from keepstep.attempts import check_fence
-from keepstep.checkpoint import layout, manifest
+from keepstep.checkpoint import layout, manifest, reader
 from keepstep.checkpoint.digest import FileDigest, HashingWriter, digest_file
 from keepstep.checkpoint.publish import publish, quarantine
 from keepstep.checkpoint.verify import verify
-from keepstep.errors import ExactnessError
+from keepstep.checkpoint.written import Written
+from keepstep.errors import ExactnessError, NoRoomError
 from keepstep.run import RunDir, fsync_dir
 
 TensorInfo = list[list[Any]]
+ROOM = 1.2
+"""Free space that a save asks for, against the size of its tensors."""
 
 
 @dataclass
@@ -39,13 +47,14 @@ class SaveRequest:
     world_size: int
     has_reference: bool
     reference_step: int | None
-    """Published step of this run whose `ref/` has the same content; None: the reference's shards come along."""
+    """Published step of this run and layout whose `ref/` has the same content; None: the shards come along."""
     trainer_state: dict[str, Any]
     """Everything of trainer_state.json but the random streams."""
     config_yaml: str
     model_files: str
     """Folder with the small Hugging Face files: config, tokenizer, generation config."""
     engine_state: dict[str, Any]
+    layout: str = layout.FULL
     waive_exactness: bool = False
 
 
@@ -59,26 +68,62 @@ class SaveResult:
     notes: list[str] = field(default_factory=list)
 
 
-def save(request: SaveRequest, snapshots: list[Any], reference: list[dict[str, np.ndarray]] | None) -> SaveResult:
-    """Write and publish one checkpoint.
+def save(
+    request: SaveRequest, snapshots: Sequence[RankSnapshot], reference: Sequence[ReferenceSnapshot] | None
+) -> SaveResult:
+    """Write and publish one checkpoint of layout `full`.
 
     Args:
-        snapshots: one `actor.shards.RankSnapshot` per rank, in rank order.
+        snapshots: one per rank, in rank order.
         reference: the reference's shards per rank, when there is no published copy to link.
 
     Raises:
         ExactnessError: the step stands already, verified, with other tensors.
         FencedError: a newer attempt owns the run.
-        OSError: the filesystem refused.
+        NoRoomError, OSError: the filesystem refused; what was written is removed again.
+    """
+    opened = [open_snapshot(snapshot) for snapshot in snapshots]
+    folder = begin(request, sum(snapshot_bytes(snapshot) for snapshot in opened) + reference_bytes(reference))
+    try:
+        return finish(request, opened, _write_full(folder, opened, reference))
+    except BaseException:
+        discard(request)
+        raise
+
+
+def begin(request: SaveRequest, num_bytes: int) -> Path:
+    """Make the temporary folder of a save that will take about `num_bytes`.
+
+    Raises:
+        FencedError: a newer attempt owns the run.
+        NoRoomError: the filesystem has no room for it.
     """
     run = RunDir.at(request.run_root)
-    fence = lambda: check_fence(run, request.attempt)  # noqa: E731
-    fence()
-    folder = run.checkpoints / f".tmp-step_{request.step}-attempt_{request.attempt}"
+    check_fence(run, request.attempt)
+    folder = temporary_folder(request)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    notes = _write_files(request, run, folder, snapshots, reference)
-    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    # A quota (errno 122) does not show here; the write itself meets it.
+    free, needed = shutil.disk_usage(folder).free, int(num_bytes * ROOM)
+    if free < needed:
+        folder.rmdir()
+        raise NoRoomError(
+            f"Saving step {request.step}: {run.checkpoints} has {free} bytes free, the checkpoint needs {needed}.",
+            "Free space, lower checkpoint.keep_last, or go on without this save: checkpoint.on_no_room=skip.",
+        )
+    return folder
+
+
+def finish(request: SaveRequest, snapshots: Sequence[RankSnapshot], written: Written) -> SaveResult:
+    """Add what does not come by rank, the manifest last, and publish the step, unless it stands with equal tensors."""
+    run, folder = RunDir.at(request.run_root), temporary_folder(request)
+    fence = lambda: check_fence(run, request.attempt)  # noqa: E731
+    notes = _link_reference(request, run, folder, written)
+    written.add(_write_torch(folder / layout.SCHEDULER, layout.SCHEDULER, snapshots[0].scheduler))
+    for path, data in _small_files(request, snapshots).items():
+        written.files[path] = _write(folder / path, lambda file, data=data: file.write(data))
+    _write_manifest(request, folder, written)
+    num_bytes = sum(digest.size for digest in written.files.values())
     quarantined = None
     if run.checkpoint(request.step).exists():
         if _standing_is_equal(request, run, folder):
@@ -90,12 +135,45 @@ def save(request: SaveRequest, snapshots: list[Any], reference: list[dict[str, n
     return SaveResult(request.step, "published", num_bytes, quarantined, notes)
 
 
+def begin_sharded(request: SaveRequest, snapshot: RankSnapshot, reference: Sequence[ReferenceSnapshot] | None) -> None:
+    """`begin`, judged by the first rank's shards: no other rank has more."""
+    begin(request, request.world_size * (snapshot_bytes(open_snapshot(snapshot)) + reference_bytes(reference)))
+
+
+def finish_sharded(request: SaveRequest, snapshots: Sequence[RankSnapshot], parts: Sequence[Written]) -> SaveResult:
+    """`finish` over what every rank's writer wrote."""
+    written = Written()
+    for part in parts:
+        written.add(part)
+    return finish(request, snapshots, written)
+
+
+def discard(request: SaveRequest) -> None:
+    """Remove what a save left that failed: on a full disk nothing else can be written before that."""
+    shutil.rmtree(temporary_folder(request), ignore_errors=True)
+
+
+def temporary_folder(request: SaveRequest) -> Path:
+    """Beside the target, so that the rename never crosses a filesystem."""
+    return RunDir.at(request.run_root).checkpoints / f".tmp-step_{request.step}-attempt_{request.attempt}"
+
+
+def snapshot_bytes(snapshot: RankSnapshot) -> int:
+    """Size of a rank's arrays."""
+    moments = [value for state in snapshot.optimizer.values() for value in state.values()]
+    return sum(array.nbytes for array in [*snapshot.params.values(), *moments])
+
+
+def reference_bytes(reference: Sequence[ReferenceSnapshot] | None) -> int:
+    return sum(array.nbytes for shards in reference or () for array in shards.params.values())
+
+
 def assemble(shards: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
     """Full tensors from the ranks' shards along dimension 0, in rank order."""
     return {name: _join([shard[name] for shard in shards]) for name in shards[0]}
 
 
-def assemble_optimizer(snapshots: list[Any]) -> dict[str, Any]:
+def assemble_optimizer(snapshots: Sequence[RankSnapshot]) -> dict[str, Any]:
     """AdamW's state keyed by parameter name: {"state": {name: {step, exp_avg, exp_avg_sq}}, "param_groups": [...]}."""
     state: dict[str, dict[str, torch.Tensor]] = {}
     for name, entry in snapshots[0].optimizer.items():
@@ -110,52 +188,62 @@ def _join(parts: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts) if parts[0].ndim else parts[0].copy())
 
 
-def _write_files(
-    request: SaveRequest, run: RunDir, folder: Path, snapshots: list[Any], reference: list[dict[str, np.ndarray]] | None
-) -> list[str]:
-    """All files of the checkpoint and the manifest over them. Returns notes for the event."""
-    files: dict[str, FileDigest] = {}
-    tensors: dict[str, TensorInfo] = {}
-    nonfinite: dict[str, int] = {}
-    notes: list[str] = []
-    objects: dict[str, Any] = {
-        layout.ACTOR: assemble([snapshot.params for snapshot in snapshots]),
-        layout.OPTIMIZER: assemble_optimizer(snapshots),
-        layout.SCHEDULER: snapshots[0].scheduler,
-    }
-    if request.has_reference and request.reference_step is None:
-        assert reference is not None, "a reference without a published copy comes with its shards"
-        objects[layout.REF] = assemble(reference)
-    for path, value in objects.items():
-        files[path] = _write(folder / path, lambda file, value=value: torch.save(value, file))
-        tensors[path], nonfinite[path] = describe_tensors(value)
-    if request.has_reference and request.reference_step is not None:
-        source = run.checkpoint(request.reference_step)
-        record = manifest.parse((source / layout.MANIFEST).read_bytes())
-        notes.append(_link(source / layout.REF, folder / layout.REF))
-        files[layout.REF] = record.files[layout.REF]
-        tensors[layout.REF] = record.tensors.get(layout.REF, [])
-        nonfinite[layout.REF] = record.nonfinite.get(layout.REF, 0)
-    for path, data in _small_files(request, snapshots).items():
-        files[path] = _write(folder / path, lambda file, data=data: file.write(data))
-    record_bytes = manifest.build(
+def _write_full(
+    folder: Path, snapshots: Sequence[RankSnapshot], reference: Sequence[ReferenceSnapshot] | None
+) -> Written:
+    """One file per role. One role is assembled at a time, so that memory holds no second copy of the whole state."""
+    written = _write_torch(folder / layout.ACTOR, layout.ACTOR, assemble([snapshot.params for snapshot in snapshots]))
+    written.add(_write_torch(folder / layout.OPTIMIZER, layout.OPTIMIZER, assemble_optimizer(snapshots)))
+    if reference is not None:
+        whole = assemble([shards.params for shards in reference])
+        written.add(_write_torch(folder / layout.REF, layout.REF, whole))
+    return written
+
+
+def _write_torch(path: Path, name: str, value: Any) -> Written:
+    digest = _write(path, lambda file: torch.save(value, file))
+    infos, num_bad = describe_tensors(value)
+    return Written({name: digest}, {name: infos}, {name: num_bad})
+
+
+def _link_reference(request: SaveRequest, run: RunDir, folder: Path, written: Written) -> list[str]:
+    """Take the reference over from the published step that has it. Returns notes for the event."""
+    if not request.has_reference or request.reference_step is None:
+        return []
+    source = run.checkpoint(request.reference_step)
+    record = manifest.parse((source / layout.MANIFEST).read_bytes())
+    names = [name for name in record.files if name.startswith(f"{layout.REF_DIR}/")]
+    notes = {_link(source / name, folder / name) for name in names}
+    written.files |= {name: record.files[name] for name in names}
+    written.tensors |= {name: record.tensors.get(name, []) for name in names}
+    written.nonfinite |= {name: record.nonfinite.get(name, 0) for name in names}
+    return sorted(notes)
+
+
+def _write_manifest(request: SaveRequest, folder: Path, written: Written) -> None:
+    """The manifest over everything that was written; with it the folder is whole and durable."""
+    shards = [name for name in written.files if layout.shard_dir(name)]
+    required = layout.required_files(request.has_reference)
+    if request.layout == layout.SHARDED:
+        required = (*sorted(shards), layout.PARAM_GROUPS, layout.SCHEDULER, layout.TRAINER_STATE)
+    record = manifest.build(
+        kind=request.layout,
         run_id=request.run_id,
         attempt=request.attempt,
         step=request.step,
         world_size=request.world_size,
-        required=list(layout.required_files(request.has_reference)),
-        files=files,
-        tensors=tensors,
+        required=list(required),
+        files=written.files,
+        tensors=written.tensors,
         metrics=request.trainer_state.get("metrics", {}),
-        nonfinite=nonfinite,
+        nonfinite=written.nonfinite,
     )
-    _write(folder / layout.MANIFEST, lambda file: file.write(record_bytes))
+    _write(folder / layout.MANIFEST, lambda file: file.write(record))
     for directory in sorted({folder, *(entry for entry in folder.rglob("*") if entry.is_dir())}):
         fsync_dir(directory)
-    return notes
 
 
-def _small_files(request: SaveRequest, snapshots: list[Any]) -> dict[str, bytes]:
+def _small_files(request: SaveRequest, snapshots: Sequence[RankSnapshot]) -> dict[str, bytes]:
     per_rank = [snapshot.rng for snapshot in snapshots]
     state = request.trainer_state | {"rng_states": {**per_rank[0], "per_rank": per_rank}}
     found = {
@@ -163,6 +251,8 @@ def _small_files(request: SaveRequest, snapshots: list[Any]) -> dict[str, bytes]
         layout.CONFIG: request.config_yaml.encode(),
         layout.ENGINE_STATE: json.dumps(request.engine_state, indent=1, sort_keys=True).encode(),
     }
+    if request.layout == layout.SHARDED:
+        found[layout.PARAM_GROUPS] = json.dumps(snapshots[0].param_groups, indent=1, allow_nan=False).encode()
     for path in sorted(Path(request.model_files).iterdir()):
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model"):
             found[f"{layout.TOKENIZER_DIR}/{path.name}"] = path.read_bytes()
@@ -218,11 +308,9 @@ def _standing_is_equal(request: SaveRequest, run: RunDir, folder: Path) -> bool:
     standing = run.checkpoint(request.step)
     if not verify(standing, expected_run_id=request.run_id).ok:
         return False
-    differing = [
-        path
-        for path in (layout.ACTOR, layout.OPTIMIZER, layout.SCHEDULER)
-        if not _same_tensors(standing / path, folder / path)
-    ]
+    differing = [role for role in (reader.ACTOR, reader.OPTIMIZER) if not _same_role(standing, folder, role)]
+    if not _same_file(standing / layout.SCHEDULER, folder / layout.SCHEDULER):
+        differing.append("scheduler")
     if not differing:
         return True
     if request.waive_exactness:
@@ -235,15 +323,20 @@ def _standing_is_equal(request: SaveRequest, run: RunDir, folder: Path) -> bool:
     )
 
 
-def _same_tensors(first: Path, second: Path) -> bool:
-    # Equal bytes are equal tensors; the container may differ between library versions, the tensors may not.
-    if digest_file(first).tree == digest_file(second).tree:
+def _same_role(first: Path, second: Path, role: str) -> bool:
+    names = {reader.ACTOR: layout.ACTOR, reader.OPTIMIZER: layout.OPTIMIZER}
+    files = [folder / names[role] for folder in (first, second)]
+    # Equal bytes are equal tensors; the container may differ between layouts and library versions.
+    if all(file.exists() for file in files) and digest_file(files[0]).tree == digest_file(files[1]).tree:
         return True
-    return _equal(_load(first), _load(second))
+    groups = [reader.read_param_groups(folder) for folder in (first, second)] if role == reader.OPTIMIZER else [0, 0]
+    return groups[0] == groups[1] and _equal(*(reader.read_role(folder, role).tensors() for folder in (first, second)))
 
 
-def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+def _same_file(first: Path, second: Path) -> bool:
+    return digest_file(first).tree == digest_file(second).tree or _equal(
+        reader.read_file(first), reader.read_file(second)
+    )
 
 
 def _equal(first: Any, second: Any) -> bool:

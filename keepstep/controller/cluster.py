@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keepstep.attempts import Attempt
 from keepstep.config.schema import RunConfig
@@ -65,7 +66,7 @@ class Cluster:
             include_dashboard=False,
             _temp_dir=str(self._temp_dir),
             # A logical count: each role asks for one, whatever the machine has.
-            num_cpus=self._config.world_size + NUM_ENGINES + 1,
+            num_cpus=self._config.world_size + NUM_ENGINES,
             object_store_memory=self._config.ray.object_store_bytes,
             log_to_driver=False,
             # Every actor needs an environment of its own, so workers started in advance would never be used.
@@ -83,8 +84,15 @@ class Cluster:
             model_dir, rollout, max_model_len, self._device
         )
 
-    def writer(self) -> Any:
-        return self._actor(WriterWorker, {"OMP_NUM_THREADS": "1"}, gpus=0).remote()
+    def writer(self, node_id: str) -> Any:
+        """A writer on this node. It asks for no core of its own: it works behind the others."""
+        pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        actor = self._actor(WriterWorker, {"OMP_NUM_THREADS": "1"}, gpus=0)
+        return actor.options(num_cpus=0, scheduling_strategy=pinned).remote()
+
+    def own_node_id(self) -> str:
+        """The node of this process, where a run's folder is read back."""
+        return ray.get_runtime_context().get_node_id()
 
     def record(self, role: str, rank: int | None, identity: dict[str, Any]) -> None:
         """Put an actor's process into the attempt's record."""

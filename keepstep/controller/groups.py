@@ -18,11 +18,14 @@ class RankGroup:
 
     def __init__(self, actors: list[Any], supervisor: Supervisor, timeouts: TimeoutConfig) -> None:
         self.actors = actors
+        self.identities: list[dict[str, Any]] = []
+        """Where each rank runs; known once it has started."""
         self._supervisor = supervisor
         self._timeouts = timeouts
 
-    def identities(self) -> list[dict[str, Any]]:
-        return self._all("starting the ranks", self._timeouts.start_s, lambda actor, _: actor.identity.remote())
+    def wait_until_started(self) -> None:
+        what = "starting the ranks"
+        self.identities = self._all(what, self._timeouts.start_s, lambda actor, _: actor.identity.remote())
 
     def connect(self) -> None:
         calls = [("rank 0", self.actors[0].rendezvous.remote())]
@@ -32,9 +35,9 @@ class RankGroup:
     def load_initial(self, model_dir: str) -> None:
         self._all("loading the model", self._timeouts.start_s, lambda actor, _: actor.load_initial.remote(model_dir))
 
-    def load_checkpoint(self, folder: str, with_reference: bool) -> None:
+    def load_checkpoint(self, folder: str) -> None:
         what = f"loading {folder}"
-        self._all(what, self._timeouts.start_s, lambda actor, _: actor.load_checkpoint.remote(folder, with_reference))
+        self._all(what, self._timeouts.start_s, lambda actor, _: actor.load_checkpoint.remote(folder))
 
     def log_probs(self, shards: Sequence[Batch]) -> list[dict[str, np.ndarray]]:
         return self._step("log-probs", lambda actor, rank: actor.log_probs.remote(shards[rank]))
@@ -58,9 +61,13 @@ class RankGroup:
         calls = [("rank 0", self.actors[0].learning_rate.remote())]
         return self._supervisor.gather(calls, self._timeouts.step_s, "learning rate")[0]
 
-    def snapshots(self) -> list[Any]:
-        """References to host copies of every rank's state, taken before any later call to the ranks."""
-        return [actor.snapshot.remote() for actor in self.actors]
+    def snapshots(self, shared: Sequence[bool]) -> list[Any]:
+        """References to host copies of every rank's state, taken before any later call to the ranks.
+
+        Args:
+            shared: per rank, whether its writer is on its host and maps the memory.
+        """
+        return [actor.snapshot.remote(here) for actor, here in zip(self.actors, shared, strict=True)]
 
     def reference_snapshots(self) -> list[Any]:
         return [actor.snapshot_reference.remote() for actor in self.actors]

@@ -22,19 +22,22 @@ import ray
 
 from keepstep.attempts import Attempt
 from keepstep.checkpoint.history import verified_steps
-from keepstep.checkpoint.inventory import decide_for, goes_to_store, is_confirmed, retire
+from keepstep.checkpoint.inventory import decide_for, goes_to_store, is_confirmed, layout_of, retire
 from keepstep.checkpoint.publish import point, quarantine
 from keepstep.checkpoint.writer import SaveRequest, SaveResult
 from keepstep.config.schema import RunConfig
 from keepstep.controller.children import run_command
 from keepstep.controller.groups import RankGroup
+from keepstep.controller.reporting import logger
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
 from keepstep.controller.uploader import Uploader
-from keepstep.errors import CheckpointError, NoProgressError, WorkerDiedError
+from keepstep.controller.writers import FullWriter, ShardWriters, Snapshots
+from keepstep.errors import CheckpointError, NoProgressError, NoRoomError, WorkerDiedError
 from keepstep.events.log import EventLog
 from keepstep.run import RunDir
 
+Writers = FullWriter | ShardWriters
 MAX_FAILURES_IN_A_ROW = 2
 CLOSE_TIMEOUT_S = 10.0
 
@@ -62,8 +65,8 @@ class Saver:
     events: EventLog
     supervisor: Supervisor
     uploader: Uploader | None
-    start_writer: Callable[[], Any]
-    writer: Any = None
+    start_writers: Callable[[], Writers]
+    writers: Writers
     last_saved: int | None = None
     wanted: bool = False
     """A save failed its verification: save again at the next step."""
@@ -78,13 +81,12 @@ class Saver:
         self.attempt.check()
         config = self.context.config
         reference_step = self._reference_step()
-        reference = ranks.reference_snapshots() if self.context.has_reference and reference_step is None else []
-        snapshots = ranks.snapshots()
-        calls = [(f"rank {rank}", reference) for rank, reference in enumerate(snapshots)]
-        _, late = ray.wait(
-            [r for _, r in calls] + reference, num_returns=len(calls) + len(reference),
-            timeout=config.timeouts.step_s, fetch_local=False,
-        )  # fmt: skip
+        with_reference = self.context.has_reference and reference_step is None
+        shared = self.writers.shares_memory_with([identity["host"] for identity in ranks.identities])
+        snapshots = Snapshots(ranks.snapshots(shared), ranks.reference_snapshots() if with_reference else [])
+        calls = snapshots.ranks + snapshots.reference
+        # A call that failed is ready as well: its writer meets the error.
+        _, late = ray.wait(calls, num_returns=len(calls), timeout=config.timeouts.step_s, fetch_local=False)
         if late:
             raise WorkerDiedError(f"Saving step {state.global_step}: {len(late)} ranks gave no snapshot.")
         request = SaveRequest(
@@ -102,11 +104,12 @@ class Saver:
                 "weight_version": state.global_step,
                 "temperature": config.actor_rollout_ref.rollout.temperature,
             },
+            layout=config.checkpoint.layout,
             waive_exactness=self.context.waive_exactness,
         )
         self.wanted = False
         self.last_saved = state.global_step
-        self._in_flight = self._thread.submit(self._publish, request, snapshots, reference, waited_s)
+        self._in_flight = self._thread.submit(self._publish, request, snapshots, waited_s)
 
     def wait(self) -> float:
         """Wait for the save in flight, raise its failure, return the seconds waited."""
@@ -133,9 +136,13 @@ class Saver:
         if self._in_flight is not None and self._in_flight.done():
             self.wait()
 
-    def _publish(self, request: SaveRequest, snapshots: list[Any], reference: list[Any], waited_s: float) -> None:
+    def _publish(self, request: SaveRequest, snapshots: Snapshots, waited_s: float) -> None:
         begin = time.monotonic()
-        result = self._write(request, snapshots, reference)
+        try:
+            result = self._write(request, snapshots)
+        except NoRoomError as error:
+            self._skip(request.step, error)
+            return
         fields: dict[str, Any] = {"num_bytes": result.num_bytes, "write_s": round(time.monotonic() - begin, 3)}
         fields |= {"waited_s": round(waited_s, 3)} if waited_s > 0.001 else {}
         fields |= {"quarantined": result.quarantined} if result.quarantined else {}
@@ -150,20 +157,27 @@ class Saver:
         if self.uploader is not None and self._goes_to_store(request.step):
             self.uploader.add(request.step)
 
-    def _write(self, request: SaveRequest, snapshots: list[Any], reference: list[Any]) -> SaveResult:
-        """Let the writer write; one that dies is started again and writes the same snapshots."""
+    def _write(self, request: SaveRequest, snapshots: Snapshots) -> SaveResult:
+        """Let the writers write; when one dies they are started again and write the same snapshots."""
         timeout_s = self.context.config.checkpoint.save_timeout_s
         for last_try in (False, True):
             try:
-                call = self.writer.save.remote(request, reference, *snapshots)
-                return self.supervisor.gather([("writer", call)], timeout_s, f"saving step {request.step}")[0]
+                return self.writers.save(request, snapshots, timeout_s)
             except WorkerDiedError:
                 if last_try or self._closing.is_set():
                     raise
                 self.events.emit("worker_lost", role="writer", step=request.step)
-                self.writer = self.start_writer()
+                self.writers = self.start_writers()
                 self.events.emit("recovered", role="writer", step=request.step)
         raise AssertionError("unreachable")
+
+    def _skip(self, step: int, error: NoRoomError) -> None:
+        """Go on without this save where the configuration says so; the last one of a run is never given up."""
+        if self.context.config.checkpoint.on_no_room == "stop" or step == self.context.total_steps:
+            raise error
+        self.last_saved = None
+        self.events.emit("checkpoint_skipped", step=step, reason=error.message)
+        logger.warning("step %d is NOT saved (checkpoint.on_no_room=skip): %s", step, error.message)
 
     def _verify(self, step: int) -> list[str]:
         """Reasons against the published checkpoint, read back from disk by a process of its own; none: it is good."""
@@ -226,10 +240,10 @@ class Saver:
         return goes_to_store(self.context.config, step, self.context.total_steps)
 
     def _reference_step(self) -> int | None:
-        """A verified step on disk whose reference this run's next save can link."""
+        """A verified step on disk, of the same layout, whose reference this run's next save can link."""
         # After a save that failed its verification the shared file itself may be damaged: written anew.
         if not self.context.has_reference or self.wanted:
             return None
-        verified = verified_steps(self.context.run) | {self.context.resumed_step}
-        steps = [step for step in self.context.run.steps() if step in verified]
-        return steps[-1] if steps else None
+        run, kind = self.context.run, self.context.config.checkpoint.layout
+        verified = verified_steps(run) | {self.context.resumed_step}
+        return next((step for step in reversed(run.steps()) if step in verified and layout_of(run, step) == kind), None)

@@ -33,6 +33,7 @@ class TrainState:
                 "train_dataset_offset": self.train_dataset_offset,
                 "val_dataset_offset": self.val_dataset_offset,
             },
+            "num_train_rows": num_rows,
             "num_updates": self.num_updates,
             "num_response_tokens": self.num_response_tokens,
             "metrics": self.metrics,

@@ -10,10 +10,11 @@ from keepstep.config.load import to_yaml
 from keepstep.controller.cluster import NUM_ENGINES, Cluster
 from keepstep.controller.groups import EngineGroup, RankGroup
 from keepstep.controller.reporting import Reporter, logger
-from keepstep.controller.saver import SaveContext, Saver
+from keepstep.controller.saver import SaveContext, Saver, Writers
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
-from keepstep.errors import Preempted
+from keepstep.controller.writers import FullWriter, ShardWriters
+from keepstep.errors import NoRoomError, Preempted
 from keepstep.preflight.device import resolve_device
 from keepstep.preflight.port import check_port
 from keepstep.rewards.load import load_reward
@@ -72,6 +73,8 @@ def fit(session: Session, parts: Parts, state: TrainState) -> None:
         # The last save failed its verification; the saver gives up by itself after two in a row.
         trainer.save()
         parts.saver.wait()
+    if parts.saver.last_saved != state.global_step:
+        raise NoRoomError(f"Step {state.global_step} could not be saved: no room.", "Free space, start again.")
     if state.global_step < session.start.total_steps:
         raise Preempted(f"Asked to leave: step {state.global_step} is saved and verified.", "The same command goes on.")
 
@@ -104,9 +107,10 @@ def start_workers(
     ]
     ranks = RankGroup([cluster.rank(spec, rank_environment(device)) for spec in specs], supervisor, config.timeouts)
     engines = EngineGroup(engine_actors, supervisor, config.timeouts)
-    saver = start_saver(session, chosen, cluster, supervisor)
-    for rank, identity in enumerate(ranks.identities()):
+    ranks.wait_until_started()
+    for rank, identity in enumerate(ranks.identities):
         cluster.record("rank", rank, identity)
+    saver = start_saver(session, chosen, cluster, supervisor, ranks)
     ranks.connect()
     for index, identity in enumerate(engines.identities()):
         cluster.record("engine", index, identity)
@@ -114,31 +118,37 @@ def start_workers(
     return ranks, engines, saver
 
 
-def start_saver(session: Session, chosen: ResumePlan, cluster: Cluster, supervisor: Supervisor) -> Saver:
-    """The saver with its writer process."""
+def start_saver(
+    session: Session, chosen: ResumePlan, cluster: Cluster, supervisor: Supervisor, ranks: RankGroup
+) -> Saver:
+    """The saver with its writers."""
+    config = session.config
+    sharded = config.checkpoint.layout == layout.SHARDED
 
-    def start_writer() -> Any:
-        writer = cluster.writer()
-        calls = [("writer", writer.identity.remote())]
-        timeout_s = session.config.timeouts.start_s
-        cluster.record("writer", None, supervisor.gather(calls, timeout_s, "starting the writer")[0])
-        return writer
+    def start_writers() -> Writers:
+        nodes = [identity["node_id"] for identity in ranks.identities] if sharded else [cluster.own_node_id()]
+        actors = [cluster.writer(node_id) for node_id in nodes]
+        calls = [(f"writer {index}", actor.identity.remote()) for index, actor in enumerate(actors)]
+        identities = supervisor.gather(calls, config.timeouts.start_s, "starting the writers")
+        for index, identity in enumerate(identities):
+            cluster.record("writer", index, identity)
+        if sharded:
+            return ShardWriters(actors, supervisor, config.timeouts.start_s)
+        return FullWriter(actors[0], identities[0]["host"], supervisor)
 
     context = SaveContext(
         run=session.run,
         run_id=session.record["run_id"],
-        config=session.config,
+        config=config,
         config_yaml=to_yaml(session.config),
         model_files=session.model_files(chosen.step),
         num_rows=0,
-        has_reference=session.config.actor_rollout_ref.actor.use_kl_loss,
+        has_reference=config.actor_rollout_ref.actor.use_kl_loss,
         total_steps=session.start.total_steps,
         resumed_step=chosen.step,
         waive_exactness=session.waive_exactness(),
     )
-    saver = Saver(context, session.attempt, session.events, supervisor, session.uploader, start_writer)
-    saver.writer = start_writer()
-    return saver
+    return Saver(context, session.attempt, session.events, supervisor, session.uploader, start_writers, start_writers())
 
 
 def load_data(session: Session, model_files: str) -> tuple[Any, Any, Any]:
@@ -167,7 +177,7 @@ def load_state(session: Session, chosen: ResumePlan, ranks: RankGroup) -> TrainS
         logger.info("starting at step 0 of %d, learning rate %g", session.start.total_steps, ranks.learning_rate())
         return TrainState()
     folder = session.run.checkpoint(chosen.step)
-    ranks.load_checkpoint(str(folder), session.config.actor_rollout_ref.actor.use_kl_loss)
+    ranks.load_checkpoint(str(folder))
     record = read_json(folder / layout.TRAINER_STATE)
     state = TrainState.from_record(record)
     logger.info(

@@ -9,15 +9,30 @@ import os
 import socket
 from typing import Any
 
+WRITER_NICENESS = 5
+FETCH_TIMEOUT_S = 600.0
+
 
 class Worker:
     """What every actor answers."""
 
     def identity(self) -> dict[str, Any]:
-        """Where this process runs: {"pid", "start_time", "host"}."""
+        """Where this process runs: {"pid", "start_time", "host", "node_id"}."""
+        import ray
+
         from keepstep.processes import hostname, start_time
 
-        return {"pid": os.getpid(), "start_time": start_time(os.getpid()), "host": hostname()}
+        node_id = ray.get_runtime_context().get_node_id()
+        return {"pid": os.getpid(), "start_time": start_time(os.getpid()), "host": hostname(), "node_id": node_id}
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address on this node where a process group can meet."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
 
 
 class RankWorker(Worker):
@@ -26,27 +41,14 @@ class RankWorker(Worker):
 
         self._rank = Rank(spec)
 
-    def rendezvous(self) -> tuple[str, int]:
-        """An address on this node where the ranks can meet."""
-        import ray
-
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
-
     def connect(self, host: str, port: int) -> None:
         self._rank.connect(host, port)
 
     def load_initial(self, model_dir: str) -> None:
         self._rank.load_initial(model_dir)
 
-    def load_checkpoint(self, folder: str, with_reference: bool) -> None:
-        from pathlib import Path
-
-        from keepstep.checkpoint.reader import read
-
-        self._rank.load_checkpoint(read(Path(folder), with_reference=with_reference))
+    def load_checkpoint(self, folder: str) -> None:
+        self._rank.load_checkpoint(folder)
 
     def log_probs(self, batch: Any) -> Any:
         return self._rank.log_probs(batch)
@@ -57,8 +59,8 @@ class RankWorker(Worker):
     def full_weights(self) -> Any:
         return self._rank.full_weights()
 
-    def snapshot(self) -> Any:
-        return self._rank.snapshot()
+    def snapshot(self, shared: bool) -> Any:
+        return self._rank.snapshot(shared)
 
     def snapshot_reference(self) -> Any:
         return self._rank.snapshot_reference()
@@ -81,14 +83,50 @@ class EngineWorker(Worker):
 
 
 class WriterWorker(Worker):
+    """The writer of layout `full`, or one of those of layout `sharded`."""
+
     def __init__(self) -> None:
+        # Behind ranks and engine, which hold up the next step; a save holds up nothing before the next save.
+        os.nice(WRITER_NICENESS)
         import keepstep.checkpoint.writer  # noqa: F401  (torch is imported before the first save, not during it)
 
-    def save(self, request: Any, reference: list[Any], *snapshots: Any) -> Any:
-        import ray
-
+    def save(self, request: Any, reference: list[Any], snapshots: list[Any]) -> Any:
         from keepstep.checkpoint.writer import save
 
-        # References inside a list arrive as references: the shards come once, at the first save only.
-        shards = ray.get(reference, timeout=600) if reference else None
-        return save(request, list(snapshots), shards)
+        return save(request, self._fetch(snapshots), self._fetch(reference) or None)
+
+    def connect(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
+        from keepstep.checkpoint.sharded import ShardWriter
+
+        self._shard_writer = ShardWriter(host, port, rank, world_size, timeout_s)
+
+    def begin(self, request: Any, snapshot: list[Any], reference: list[Any]) -> None:
+        """Make the folder in which all writers write; by the first of them alone."""
+        from keepstep.checkpoint.writer import begin_sharded
+
+        begin_sharded(request, self._fetch(snapshot)[0], self._fetch(reference) or None)
+
+    def write_shards(self, request: Any, snapshot: list[Any], reference: list[Any]) -> Any:
+        from keepstep.actor.shards import open_snapshot
+        from keepstep.checkpoint.writer import temporary_folder
+
+        opened = open_snapshot(self._fetch(snapshot)[0])
+        return self._shard_writer.write(temporary_folder(request), opened, next(iter(self._fetch(reference)), None))
+
+    def finish(self, request: Any, snapshots: list[Any], written: list[Any]) -> Any:
+        """Publish what all writers wrote; by the first of them alone."""
+        from keepstep.checkpoint.writer import finish_sharded
+
+        return finish_sharded(request, self._fetch(snapshots), written)
+
+    def discard(self, request: Any) -> None:
+        """Give back the room of a save that failed."""
+        from keepstep.checkpoint.writer import discard
+
+        discard(request)
+
+    def _fetch(self, references: list[Any]) -> list[Any]:
+        """References inside a list arrive as references; what they stand for is on this node already, or comes now."""
+        import ray
+
+        return ray.get(references, timeout=FETCH_TIMEOUT_S)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from keepstep.checkpoint import layout
-from keepstep.checkpoint.reader import read_tensors
+from keepstep.checkpoint.reader import ACTOR, read_role
 from keepstep.checkpoint.verify import verify
 from keepstep.errors import CheckpointError, ConfigError
 
@@ -41,7 +41,7 @@ def export(checkpoint: Path, target: Path, dtype: str = "float32") -> dict[str, 
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         shutil.copytree(checkpoint / layout.TOKENIZER_DIR, temporary)
-        state = read_tensors(checkpoint / layout.ACTOR)
+        state = read_role(checkpoint, ACTOR).tensors()
         _write(temporary, state, DTYPES[dtype])
         os.replace(temporary, target)
     finally:
@@ -67,7 +67,7 @@ def check_exportable(checkpoint: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint / layout.TOKENIZER_DIR))
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = {name: tuple(tensor.shape) for name, tensor in read_tensors(checkpoint / layout.ACTOR).items()}
+    found = {name: tuple(tensor.shape) for name, tensor in read_role(checkpoint, ACTOR).tensors().items()}
     differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if differing:
         raise CheckpointError(f"{checkpoint} cannot be exported: {', '.join(differing[:5])} do not fit its config.")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from keepstep.checkpoint.verify import verify
+
 pytestmark = pytest.mark.integration
 
 SCRIPT = """
@@ -18,7 +20,10 @@ import numpy as np, torch, torch.distributed as dist, torch.multiprocessing as m
 from pathlib import Path
 from keepstep.actor.batch import deal, pack
 from keepstep.actor.rank import Rank, RankSpec
-from keepstep.checkpoint.writer import assemble, assemble_optimizer
+from keepstep.actor.shards import open_snapshot
+from keepstep.checkpoint import writer
+from keepstep.checkpoint.sharded import ShardWriter
+from keepstep.checkpoint.writer import SaveRequest, assemble, assemble_optimizer
 from keepstep.config.schema import ActorConfig
 from keepstep.quickstart.char_qwen3 import build_model, build_tokenizer
 
@@ -32,7 +37,7 @@ def batch_of(step):
 def build(rank, world_size, port, micro):
     actor = ActorConfig(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=micro, kl_loss_coef=0.01,
                         optim=dict(lr=1e-3, lr_warmup_steps=2, lr_scheduler_type="cosine"))
-    found = Rank(RankSpec(rank, world_size, "cpu", sys.argv[1], actor, 1.0, 64, 6, 42, 30.0))
+    found = Rank(RankSpec(rank, world_size, "cpu", sys.argv[1], actor, 1.0, 64, 6, 42, 120.0))
     found.connect("127.0.0.1", port)
     return found
 
@@ -50,31 +55,68 @@ def train(rank, steps):
         lrs.append(metrics["actor/lr"])
     return lrs
 
-def work(index, world_size, ports, micro, out):
+def work(index, world_size, ports, micro, out, layout):
     rank = build(index, world_size, ports[0], micro)
     rank.load_initial(sys.argv[1])
     lrs = train(rank, range(3))
-    snapshot, reference = rank.snapshot(), rank.snapshot_reference()
+    # Taken in the middle, written at the end: what is trained in between must not show.
+    middle, references = gather((rank.snapshot(True), rank.snapshot_reference()))
     lrs += train(rank, range(3, 6))
-    gathered = [None] * world_size
-    dist.all_gather_object(gathered, (snapshot, reference, rank.snapshot()))
+    folder = save(index, world_size, ports[2], out, layout, middle, references)
+    (final,) = gather((rank.snapshot(False),))
     dist.destroy_process_group()
-    middle, references, final = ([entry[i] for entry in gathered] for i in range(3))
     resumed = build(index, world_size, ports[1], micro)
-    state = {"actor": assemble([s.params for s in middle]), "ref": assemble(references),
-             "optimizer": assemble_optimizer(middle), "scheduler": middle[0].scheduler,
-             "trainer_state": {"rng_states": {"per_rank": [s.rng for s in middle]}}}
-    resumed.load_checkpoint(state)
+    resumed.load_checkpoint(folder)
     resumed_lrs = train(resumed, range(3, 6))
-    again = [None] * world_size
-    dist.all_gather_object(again, resumed.snapshot())
+    (again,) = gather((resumed.snapshot(False),))
     dist.destroy_process_group()
     if index == 0:
         json.dump({"final": digest(final), "resumed": digest(again), "lrs": lrs, "resumed_lrs": resumed_lrs,
                    "values": assemble([s.params for s in final])["model.embed_tokens.weight"].flatten().tolist(),
                    "step": float(assemble_optimizer(final)["state"]["model.norm.weight"]["step"]),
-                   "ref_is_base": bool(torch.equal(assemble(references)["model.norm.weight"], torch.ones(128)))},
+                   "ref_is_base": bool(torch.equal(assemble([r.params for r in references])["model.norm.weight"],
+                                                   torch.ones(128))),
+                   "folder": folder},
                   open(out, "w"))
+
+def gather(values):
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, values)
+    return list(map(list, zip(*gathered)))
+
+def request_for(out, layout, world_size):
+    return SaveRequest(out + ".run", "run-a", 1, 3, world_size, True, None,
+                       {"global_step": 3, "epoch": 1, "num_updates": 6, "num_response_tokens": 96, "metrics": {},
+                        "dataloader_state": {"train_dataset_offset": 24, "val_dataset_offset": 0}},
+                       "a: 1", sys.argv[1], {}, layout)
+
+def save(index, world_size, port, out, layout, snapshots, references):
+    request = request_for(out, layout, world_size)
+    if layout == "full":
+        if index == 0:
+            writer.save(request, snapshots, references)
+        dist.barrier()
+    else:
+        dist.destroy_process_group()
+        shard_writer = ShardWriter("127.0.0.1", port, index, world_size, 60.0)
+        if index == 0:
+            writer.begin_sharded(request, snapshots[0], references)
+        dist.barrier()
+        folder = writer.temporary_folder(request)
+        written = shard_writer.write(folder, open_snapshot(snapshots[index]), references[index])
+        (parts,) = gather((written,))
+        if index == 0:
+            writer.finish_sharded(request, snapshots, parts)
+        dist.barrier()
+    return request.run_root + "/checkpoints/step_3"
+
+def reshard(index, world_size, ports, folder, out):
+    rank = build(index, world_size, ports[0], 16)
+    rank.load_checkpoint(folder)
+    (found,) = gather((rank.snapshot(False),))
+    if index == 0:
+        json.dump({"state": digest(found)}, open(out, "w"))
+    dist.destroy_process_group()
 
 def digest(snapshots):
     found = hashlib.sha256()
@@ -105,17 +147,17 @@ def plain_step():
     norm = torch.sqrt(sum((p.grad ** 2).sum() for p in model.parameters()))
     return {name: (p.grad * min(1.0, 1.0 / float(norm))).flatten() for name, p in model.named_parameters()}, float(norm)
 
-def sharded_step(index, world_size, port, out):
+def sharded_step(index, world_size, ports, out):
     # The same through a Rank: the old log-probs are the reference's, the policy is moved by the same amount.
     actor = ActorConfig(ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=5, kl_loss_coef=0.5)
-    rank = Rank(RankSpec(index, world_size, "cpu", sys.argv[1], actor, 1.0, 64, 6, 42, 30.0))
-    rank.connect("127.0.0.1", port)
+    rank = Rank(RankSpec(index, world_size, "cpu", sys.argv[1], actor, 1.0, 64, 6, 42, 120.0))
+    rank.connect("127.0.0.1", ports[0])
     state = {name: value for name, value in torch.load(sys.argv[2] + "/base.pt").items()}
     moved = {name: value + 0.01 * torch.sin(torch.arange(value.numel(), dtype=torch.float32)).view_as(value)
              for name, value in state.items()}
     from keepstep.actor import shards
-    shards.load_full(rank.model, moved, index, world_size)
-    shards.load_full(rank.reference, state, index, world_size)
+    shards.copy_chunks(dict(rank.model.named_parameters()), moved, index, world_size)
+    shards.copy_chunks(dict(rank.reference.named_parameters()), state, index, world_size)
     rank.optimizer.step = lambda: None
     rank.optimizer.zero_grad = lambda: None
     batch = batch_of(0)
@@ -127,6 +169,11 @@ def sharded_step(index, world_size, port, out):
     dist.destroy_process_group()
     if index == 0:
         torch.save({"grads": grads, "norm": metrics["actor/grad_norm"]}, out)
+
+def play(index, scenarios):
+    for function, world_size, ports, arguments in scenarios:
+        if index < world_size:
+            function(index, world_size, ports, *arguments)
 
 def free_port():
     with socket.socket() as probe:
@@ -140,12 +187,21 @@ if __name__ == "__main__":
     from transformers import AutoModelForCausalLM
     base = dict(AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).named_parameters())
     torch.save({name: value.detach() for name, value in base.items()}, sys.argv[2] + "/base.pt")
-    mp.spawn(sharded_step, args=(2, free_port(), sys.argv[2] + "/sharded.pt"), nprocs=2)
     grads, norm = plain_step()
     torch.save({"grads": grads, "norm": norm}, sys.argv[2] + "/plain.pt")
-    for name, world_size, micro in (("two", 2, 16), ("two-micro", 2, 2), ("one", 1, 32)):
-        ports = [free_port(), free_port()]
-        mp.spawn(work, args=(world_size, ports, micro, f"{sys.argv[2]}/{name}.json"), nprocs=world_size)
+    # Each scenario is (function, world size, ports, arguments); one set of processes plays them all.
+    scenarios = [(sharded_step, 2, (free_port(),), (sys.argv[2] + "/ranks.pt",))]
+    for name, world_size, micro, layout in (
+        ("two", 2, 16, "full"), ("two-micro", 2, 2, "full"), ("one", 1, 32, "full"), ("sharded", 2, 16, "sharded"),
+        ("one-sharded", 1, 32, "sharded"),
+    ):
+        ports = (free_port(), free_port(), free_port())
+        scenarios.append((work, world_size, ports, (micro, f"{sys.argv[2]}/{name}.json", layout)))
+    for name in ("two", "sharded"):
+        folder = f"{sys.argv[2]}/{name}.json.run/checkpoints/step_3"
+        for size in (1, 2, 3):
+            scenarios.append((reshard, size, (free_port(),), (folder, f"{sys.argv[2]}/{name}-{size}.json")))
+    mp.spawn(play, args=(scenarios,), nprocs=3)
 """
 
 
@@ -159,13 +215,16 @@ def reports(tmp_path_factory) -> dict[str, dict]:
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("two", "two-micro", "one")}
-    return found | {name: torch.load(folder / f"{name}.pt") for name in ("plain", "sharded")}
+    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    return found | {name: torch.load(folder / f"{name}.pt") for name in ("plain", "ranks")}
 
 
-@pytest.mark.parametrize("name", ["two", "two-micro", "one"])
+@pytest.mark.parametrize("name", ["two", "two-micro", "one", "sharded", "one-sharded"])
 def test_restored_ranks_go_on_to_the_byte(reports: dict[str, dict], name: str):
-    """C32, C101: weights, AdamW's moments and its step counter; three steps of two updates each, twice."""
+    """C32, C101: weights, AdamW's moments and its step counter; three steps of two updates each, twice.
+
+    The snapshot is taken in the middle and written after three more steps: none of those shows in it.
+    """
     report = reports[name]
     assert report["final"] == report["resumed"]
     assert report["step"] == 12.0
@@ -182,7 +241,7 @@ def test_learning_rates_are_those_of_an_uninterrupted_run(reports: dict[str, dic
 def test_gradient_is_that_of_the_written_out_loss(reports: dict[str, dict]):
     """Clipped surrogate plus 0.5 k3, mean over the mini-batch's tokens, norm clipped to 1: plain autograd against two
     ranks with ragged micro-batches."""
-    plain, sharded = reports["plain"], reports["sharded"]
+    plain, sharded = reports["plain"], reports["ranks"]
     assert sharded["norm"] == pytest.approx(plain["norm"], rel=1e-4)
     assert plain["norm"] > 1e-3
     for name, expected in plain["grads"].items():
@@ -193,3 +252,20 @@ def test_world_size_and_micro_batches_change_only_roundings(reports: dict[str, d
     """The loss is a mean over the tokens of the whole mini-batch, whoever holds them in how many pieces."""
     for name in ("two-micro", "one"):
         assert reports[name]["values"] == pytest.approx(reports["two"]["values"], abs=2e-5)
+
+
+def test_layouts_hold_the_same_training(reports: dict[str, dict]):
+    assert reports["sharded"]["final"] == reports["two"]["final"]
+
+
+@pytest.mark.parametrize("layout", ["two", "sharded"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_loads_on_another_world_size(reports: dict[str, dict], layout: str, world_size: int):
+    """C14, C119: saved by two ranks, loaded by one, two and three (of which some hold nothing of small tensors)."""
+    assert reports[f"{layout}-{world_size}"]["state"] == reports["two-1"]["state"]
+
+
+@pytest.mark.parametrize("name", ["sharded", "one-sharded"])
+def test_sharded_checkpoint_verifies(reports: dict[str, dict], name: str):
+    verdict = verify(Path(reports[name]["folder"]), expected_run_id="run-a", expected_step=3)
+    assert (verdict.state, verdict.reasons) == ("verified", [])

@@ -10,25 +10,25 @@ import torch
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.manifest import parse
 from keepstep.checkpoint.publish import point
-from keepstep.checkpoint.reader import read
+from keepstep.checkpoint.reader import ACTOR, OPTIMIZER, read_role
 from keepstep.checkpoint.verify import verify
 from keepstep.errors import ExactnessError, FencedError
-from keepstep.run import write_json
+from keepstep.run import read_json, write_json
 from tests.unit import builder
 
 
 def test_round_trip_joins_the_shards(tmp_path: Path):
     run = builder.run_in(tmp_path)
     assert builder.write(run, 20).outcome == "published"
-    state = read(run.checkpoint(20), with_reference=True)
+    actor, optimizer = (read_role(run.checkpoint(20), role).tensors() for role in (ACTOR, OPTIMIZER))
     shards = builder.snapshots(20)
     for name, shape in builder.SHAPES.items():
         full = np.concatenate([shard.params[name] for shard in shards])
         assert full.shape == shape
-        np.testing.assert_array_equal(state["actor"][name].numpy(), full)
-        np.testing.assert_array_equal(state["optimizer"]["state"][name]["exp_avg"].numpy(), full * 2)
-    assert state["optimizer"]["state"]["norm.weight"]["step"].item() == 3.0
-    assert len(state["trainer_state"]["rng_states"]["per_rank"]) == 2
+        np.testing.assert_array_equal(actor[name].numpy(), full)
+        np.testing.assert_array_equal(optimizer[f"state.{name}.exp_avg"].numpy(), full * 2)
+    assert optimizer["state.norm.weight.step"].item() == 3.0
+    assert len(read_json(run.checkpoint(20) / layout.TRAINER_STATE)["rng_states"]["per_rank"]) == 2
 
 
 def test_what_is_written_verifies(tmp_path: Path):
@@ -42,7 +42,7 @@ def test_manifest_lists_tensors_and_counts_non_finite_values(tmp_path: Path):
     run = builder.run_in(tmp_path)
     shards = builder.snapshots(1)
     shards[0].params["norm.weight"][0] = np.nan
-    builder.save(builder.request(run, 20), shards, [s.params for s in builder.snapshots(0)])
+    builder.save(builder.request(run, 20), shards, builder.references())
     manifest = parse((run.checkpoint(20) / layout.MANIFEST).read_bytes())
     assert ["norm.weight", "float32", [3]] in manifest.tensors[layout.ACTOR]
     assert manifest.nonfinite[layout.ACTOR] == 1
