@@ -29,7 +29,7 @@ def state_problems(state: Any) -> list[str]:
         "num_updates": state.get("num_updates"),
         "num_response_tokens": state.get("num_response_tokens"),
     }
-    # Releases before 0.2 did not write it.
+    # Older checkpoints do not have it.
     counts = needed | ({"num_train_rows": state["num_train_rows"]} if "num_train_rows" in state else {})
     problems = [
         f"{name} is {_short(value)}, expected a count" for name, value in counts.items() if not _is_count(value)

@@ -30,9 +30,10 @@ KINDS = ("model", "optim", "extra_state")
 GUIDE_ACTOR, GUIDE_STATE = "actor_model", "training_state.json"
 GUIDE_FOLDERS = ("actor_model", "critic_model", "optimizer", "scheduler")
 
-# What torch and numpy name in sharded state dicts and random states. None of them runs code of the file's choosing;
-# they are never called here, only told apart from everything else.
+# What torch and numpy name in sharded state dicts and random states. They are never called here, only told apart from
+# everything else; of `getattr` only the one call is let through that `tensor_headers` knows.
 GLOBALS = ALLOWED_GLOBALS | {
+    "__builtin__ getattr",
     "_codecs encode",
     "collections defaultdict",
     "numpy dtype",
@@ -41,6 +42,7 @@ GLOBALS = ALLOWED_GLOBALS | {
     "numpy._core.multiarray _reconstruct",
     "numpy.core.multiarray scalar",
     "numpy._core.multiarray scalar",
+    "torch Tensor",
     "torch._tensor _rebuild_from_type_v2",
     "torch._utils _rebuild_wrapper_subclass",
     "torch.distributed._mesh_layout _FlatLayout",
@@ -51,6 +53,8 @@ GLOBALS = ALLOWED_GLOBALS | {
     "torch.distributed._shard.sharded_tensor.metadata ShardedTensorMetadata",
     "torch.distributed._shard.sharded_tensor.metadata TensorProperties",
     "torch.distributed._shard.sharded_tensor.shard Shard",
+    "torch.distributed._shard.sharding_spec.api EnumerableShardingSpec",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec ChunkShardingSpec",
     "torch.distributed.device_mesh DeviceMesh",
     "torch.distributed.remote_device _remote_device",
     *(f"{package} {name}" for package in ("torch.distributed._tensor.api", "torch.distributed.tensor")
