@@ -39,9 +39,12 @@ class TorchZip:
             ArchiveError: torn, compressed, encrypted, with records that torch.save does not write, or that overlap.
         """
         try:
-            directory_begin = _check_end(file)
+            directory_begin, num_entries = _check_end(file)
             self._zip = zipfile.ZipFile(file)
-            self._infos = _records(self._zip.infolist(), directory_begin)
+            infos = self._zip.infolist()
+            if len(infos) != num_entries:
+                raise ArchiveError(f"a directory of {len(infos)} records, the end record says {num_entries}")
+            self._infos = _records(infos, directory_begin)
             self.name = next(iter(self._infos.values())).filename.partition("/")[0]
         except ArchiveError:
             raise
@@ -90,13 +93,13 @@ _TORN = (
 )  # fmt: skip
 
 
-def _check_end(file: BinaryIO) -> int:
-    """Where the directory begins. It must end at the end record, and that at the file's end."""
+def _check_end(file: BinaryIO) -> tuple[int, int]:
+    """(where the directory begins, its number of entries). It ends at the end record, and that at the end of the file."""
     fd, size = file.fileno(), size_of(file)
     end_at = size - _END.size
     if end_at < 0:
         raise ArchiveError(f"not a whole torch archive ({size} bytes)")
-    sign, *_, directory_bytes, begin, comment_bytes = _END.unpack(os.pread(fd, _END.size, end_at))
+    sign, *numbers, comment_bytes = _END.unpack(os.pread(fd, _END.size, end_at))
     if sign != b"PK\5\6" or comment_bytes:
         raise ArchiveError("not a whole torch archive (no end record at the file's end)")
     locator_at = end_at - _LOCATOR_64.size
@@ -105,12 +108,23 @@ def _check_end(file: BinaryIO) -> int:
         end_at = _LOCATOR_64.unpack(locator)[2]
         if end_at + _END_64.size != locator_at:
             raise ArchiveError("not a whole torch archive (its end records do not follow each other)")
-        *_, directory_bytes, begin = _END_64.unpack(os.pread(fd, _END_64.size, end_at))
+        *_, first_disk, this_disk, here, total, directory_bytes, begin = _END_64.unpack(
+            os.pread(fd, _END_64.size, end_at)
+        )
+        wide = [first_disk, this_disk, here, total, directory_bytes, begin]
+        most = [0xFFFF] * 4 + [0xFFFFFFFF] * 2
+        # A reader believes the wide record or the narrow one: they must say the same.
+        if any(narrow not in (value, limit) for narrow, value, limit in zip(numbers, wide, most, strict=True)):
+            raise ArchiveError("not a whole torch archive (its end records disagree)")
+        numbers = wide
+    first_disk, this_disk, here, total, directory_bytes, begin = numbers
+    if first_disk or this_disk or here != total:
+        raise ArchiveError("not a whole torch archive (one of several disks)")
     if begin + directory_bytes != end_at:
         raise ArchiveError("not a whole torch archive (the directory is not where the end record says)")
     if directory_bytes > MAX_DIRECTORY_BYTES:
         raise ArchiveError(f"a directory of {directory_bytes} bytes, at most {MAX_DIRECTORY_BYTES} are read")
-    return begin
+    return begin, total
 
 
 def _records(infos: list[zipfile.ZipInfo], directory_begin: int) -> dict[str, zipfile.ZipInfo]:
