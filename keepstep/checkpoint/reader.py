@@ -6,6 +6,7 @@ torch.distributed.checkpoint, read slice by slice, so that a rank reads what it 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,8 +21,8 @@ from keepstep.errors import CheckpointError
 from keepstep.run import read_json
 
 ACTOR, OPTIMIZER, REF = "actor", "optimizer", "ref"
-_FILES = {ACTOR: layout.ACTOR, OPTIMIZER: layout.OPTIMIZER, REF: layout.REF}
-_FOLDERS = {ACTOR: layout.ACTOR_SHARDS, OPTIMIZER: layout.OPTIMIZER_SHARDS, REF: layout.REF_SHARDS}
+ROLE_FILES = {ACTOR: layout.ACTOR, OPTIMIZER: layout.OPTIMIZER, REF: layout.REF}
+ROLE_DIRS = {ACTOR: layout.ACTOR_SHARDS, OPTIMIZER: layout.OPTIMIZER_SHARDS, REF: layout.REF_SHARDS}
 
 
 class Source(Protocol):
@@ -62,7 +63,10 @@ class ShardFolder:
 
     def fill(self, targets: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
         # Every rank plans for itself from the headers: no collective, so a rank may load while others still import.
-        dcp.load(dict(targets), storage_reader=HuggingFaceStorageReader(str(self._path)), no_dist=True)
+        with warnings.catch_warnings():
+            # It warns that one process alone is meant, which is what `no_dist` says.
+            warnings.simplefilter("ignore")
+            dcp.load(dict(targets), storage_reader=HuggingFaceStorageReader(str(self._path)), no_dist=True)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found: Mapping[str, Any] = self._found
@@ -77,15 +81,15 @@ def read_role(folder: Path, role: str) -> Source:
     Raises:
         CheckpointError: they cannot be loaded (`weights_only=True` for what is pickled).
     """
-    if (folder / _FILES[role]).exists():
-        value = read_file(folder / _FILES[role])
+    if (folder / ROLE_FILES[role]).exists():
+        value = read_file(folder / ROLE_FILES[role])
         return FullFile(_flat_state(value["state"]) if role == OPTIMIZER else value)
-    if not (folder / _FOLDERS[role]).is_dir():
-        raise CheckpointError(f"{folder} has neither {_FILES[role]} nor {_FOLDERS[role]}.", _remedy(folder))
+    if not (folder / ROLE_DIRS[role]).is_dir():
+        raise CheckpointError(f"{folder} has neither {ROLE_FILES[role]} nor {ROLE_DIRS[role]}.", _remedy(folder))
     try:
-        return ShardFolder(folder / _FOLDERS[role])
+        return ShardFolder(folder / ROLE_DIRS[role])
     except Exception as error:
-        raise CheckpointError(f"{folder / _FOLDERS[role]} cannot be loaded: {error}", _remedy(folder)) from error
+        raise CheckpointError(f"{folder / ROLE_DIRS[role]} cannot be loaded: {error}", _remedy(folder)) from error
 
 
 def read_param_groups(folder: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ safetensors header is JSON, and the offsets of each shard stand in it (`DCP_SHAR
 from __future__ import annotations
 
 import datetime
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,10 @@ def as_dtensor(array: np.ndarray, shape: tuple[int, ...], mesh: DeviceMesh) -> D
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def write_whole(folder: Path, roles: Mapping[str, Tensors]) -> Written:
-    """Every role as one shard, by this process alone."""
-    found = Written()
-    for role, tensors in roles.items():
-        _save(folder / role, tensors, no_dist=True)
-        found.add(describe(folder, f"{role}/{shard_name(0)}"))
-    return found
+def write_whole(folder: Path, role_dir: str, tensors: Tensors) -> Written:
+    """One role as one shard, by this process alone."""
+    _save(folder / role_dir, tensors, no_dist=True)
+    return describe(folder, f"{role_dir}/{shard_name(0)}")
 
 
 def shard_name(rank: int) -> str:
@@ -99,9 +97,11 @@ def cause_of(error: CheckpointException) -> BaseException:
 
 
 def _save(folder: Path, tensors: Tensors, no_dist: bool = False) -> None:
-    dcp.save(
-        dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), no_dist=no_dist
-    )
+    storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with warnings.catch_warnings():
+        # It warns that one process alone is meant, which is what `no_dist` says.
+        warnings.simplefilter("ignore")
+        dcp.save(dict(tensors), storage_writer=storage, no_dist=no_dist)
 
 
 def describe(folder: Path, name: str) -> Written:

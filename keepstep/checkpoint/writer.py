@@ -119,10 +119,20 @@ def finish(request: SaveRequest, snapshots: Sequence[RankSnapshot], written: Wri
     run, folder = RunDir.at(request.run_root), temporary_folder(request)
     fence = lambda: check_fence(run, request.attempt)  # noqa: E731
     notes = _link_reference(request, run, folder, written)
-    written.add(_write_torch(folder / layout.SCHEDULER, layout.SCHEDULER, snapshots[0].scheduler))
+    written.add(write_torch(folder / layout.SCHEDULER, layout.SCHEDULER, snapshots[0].scheduler))
     for path, data in _small_files(request, snapshots).items():
-        written.files[path] = _write(folder / path, lambda file, data=data: file.write(data))
-    _write_manifest(request, folder, written)
+        written.files[path] = write_file(folder / path, lambda file, data=data: file.write(data))
+    write_manifest(
+        folder,
+        written,
+        kind=request.layout,
+        run_id=request.run_id,
+        attempt=request.attempt,
+        step=request.step,
+        world_size=request.world_size,
+        has_reference=request.has_reference,
+        metrics=request.trainer_state.get("metrics", {}),
+    )
     num_bytes = sum(digest.size for digest in written.files.values())
     quarantined = None
     if run.checkpoint(request.step).exists():
@@ -192,16 +202,16 @@ def _write_full(
     folder: Path, snapshots: Sequence[RankSnapshot], reference: Sequence[ReferenceSnapshot] | None
 ) -> Written:
     """One file per role. One role is assembled at a time, so that memory holds no second copy of the whole state."""
-    written = _write_torch(folder / layout.ACTOR, layout.ACTOR, assemble([snapshot.params for snapshot in snapshots]))
-    written.add(_write_torch(folder / layout.OPTIMIZER, layout.OPTIMIZER, assemble_optimizer(snapshots)))
+    written = write_torch(folder / layout.ACTOR, layout.ACTOR, assemble([snapshot.params for snapshot in snapshots]))
+    written.add(write_torch(folder / layout.OPTIMIZER, layout.OPTIMIZER, assemble_optimizer(snapshots)))
     if reference is not None:
         whole = assemble([shards.params for shards in reference])
-        written.add(_write_torch(folder / layout.REF, layout.REF, whole))
+        written.add(write_torch(folder / layout.REF, layout.REF, whole))
     return written
 
 
-def _write_torch(path: Path, name: str, value: Any) -> Written:
-    digest = _write(path, lambda file: torch.save(value, file))
+def write_torch(path: Path, name: str, value: Any) -> Written:
+    digest = write_file(path, lambda file: torch.save(value, file))
     infos, num_bad = describe_tensors(value)
     return Written({name: digest}, {name: infos}, {name: num_bad})
 
@@ -220,27 +230,42 @@ def _link_reference(request: SaveRequest, run: RunDir, folder: Path, written: Wr
     return sorted(notes)
 
 
-def _write_manifest(request: SaveRequest, folder: Path, written: Written) -> None:
+def write_manifest(
+    folder: Path,
+    written: Written,
+    *,
+    kind: str,
+    run_id: str,
+    attempt: int,
+    step: int,
+    world_size: int,
+    has_reference: bool,
+    metrics: dict[str, Any],
+) -> None:
     """The manifest over everything that was written; with it the folder is whole and durable."""
-    shards = [name for name in written.files if layout.shard_dir(name)]
-    required = layout.required_files(request.has_reference)
-    if request.layout == layout.SHARDED:
-        required = (*sorted(shards), layout.PARAM_GROUPS, layout.SCHEDULER, layout.TRAINER_STATE)
+    required = layout.required_files(has_reference)
+    if kind == layout.SHARDED:
+        shards = sorted(name for name in written.files if layout.shard_dir(name))
+        required = (*shards, layout.PARAM_GROUPS, layout.SCHEDULER, layout.TRAINER_STATE)
     record = manifest.build(
-        kind=request.layout,
-        run_id=request.run_id,
-        attempt=request.attempt,
-        step=request.step,
-        world_size=request.world_size,
+        kind=kind,
+        run_id=run_id,
+        attempt=attempt,
+        step=step,
+        world_size=world_size,
         required=list(required),
         files=written.files,
         tensors=written.tensors,
-        metrics=request.trainer_state.get("metrics", {}),
+        metrics=metrics,
         nonfinite=written.nonfinite,
     )
-    _write(folder / layout.MANIFEST, lambda file: file.write(record))
+    write_file(folder / layout.MANIFEST, lambda file: file.write(record))
     for directory in sorted({folder, *(entry for entry in folder.rglob("*") if entry.is_dir())}):
         fsync_dir(directory)
+
+
+def param_groups_json(param_groups: list[dict[str, Any]]) -> bytes:
+    return json.dumps(param_groups, indent=1, allow_nan=False).encode()
 
 
 def _small_files(request: SaveRequest, snapshots: Sequence[RankSnapshot]) -> dict[str, bytes]:
@@ -252,14 +277,14 @@ def _small_files(request: SaveRequest, snapshots: Sequence[RankSnapshot]) -> dic
         layout.ENGINE_STATE: json.dumps(request.engine_state, indent=1, sort_keys=True).encode(),
     }
     if request.layout == layout.SHARDED:
-        found[layout.PARAM_GROUPS] = json.dumps(snapshots[0].param_groups, indent=1, allow_nan=False).encode()
+        found[layout.PARAM_GROUPS] = param_groups_json(snapshots[0].param_groups)
     for path in sorted(Path(request.model_files).iterdir()):
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model"):
             found[f"{layout.TOKENIZER_DIR}/{path.name}"] = path.read_bytes()
     return found
 
 
-def _write(path: Path, produce: Any) -> FileDigest:
+def write_file(path: Path, produce: Any) -> FileDigest:
     """Create `path` with what `produce(file)` writes, hashed on the way, durable on return."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as raw:

@@ -74,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_training(commands)
     _add_checkpoints(commands)
+    _add_conversion(commands)
     _add_retention(commands)
     _add_store(commands)
     _add_export(commands)
@@ -125,6 +126,14 @@ def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
             "--remote", action="store_true", help="ask the store, instead of what the run recorded of it"
         )
         parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _add_conversion(commands: argparse._SubParsersAction) -> None:
+    convert = _add(commands, "convert", _convert, "a checkpoint in the other layout, as a new folder")
+    convert.add_argument("source", metavar="SOURCE", help="a checkpoint's folder")
+    convert.add_argument("target", metavar="TARGET", help="the new folder")
+    convert.add_argument("--layout", choices=("full", "sharded"), required=True, help="what TARGET is to have")
+    convert.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def _add_retention(commands: argparse._SubParsersAction) -> None:
@@ -210,6 +219,12 @@ def _plan(args: argparse.Namespace, _: list[str]) -> int:
     from keepstep.cli import inspect_commands
 
     return inspect_commands.plan_command(args)
+
+
+def _convert(args: argparse.Namespace, _: list[str]) -> int:
+    from keepstep.cli import convert_command
+
+    return convert_command.main(args)
 
 
 def _prune(args: argparse.Namespace, _: list[str]) -> int:

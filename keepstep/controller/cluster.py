@@ -87,8 +87,8 @@ class Cluster:
     def writer(self, node_id: str) -> Any:
         """A writer on this node. It asks for no core of its own: it works behind the others."""
         pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        actor = self._actor(WriterWorker, {"OMP_NUM_THREADS": "1"}, gpus=0)
-        return actor.options(num_cpus=0, scheduling_strategy=pinned).remote()
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": pinned}
+        return self._actor(WriterWorker, {"OMP_NUM_THREADS": "1"}, gpus=0, **options).remote()
 
     def own_node_id(self) -> str:
         """The node of this process, where a run's folder is read back."""
@@ -115,8 +115,7 @@ class Cluster:
         if self._local:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
 
-    def _actor(self, worker: type[Worker], environment: dict[str, str], gpus: float) -> Any:
+    def _actor(self, worker: type[Worker], environment: dict[str, str], gpus: float, **options: Any) -> Any:
         num_gpus = gpus if self._device == "cuda" else 0
-        return ray.remote(worker).options(
-            num_cpus=1, num_gpus=num_gpus, max_restarts=0, runtime_env={"env_vars": environment}
-        )
+        settings = {"num_cpus": 1, "num_gpus": num_gpus, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
+        return ray.remote(worker).options(**(settings | options))

@@ -13,6 +13,7 @@ TRAINING = [
 
 SURFACE = {
     "keepstep": ["--version", "COMMAND"],
+    "keepstep convert": ["--json", "--layout", "SOURCE", "TARGET"],
     "keepstep dataset": ["ACTION"],
     "keepstep dataset check": ["--expect-rows", "--full", "--json", "--log", "--run", "FILES"],
     "keepstep download": ["--json", "--step", "RUN"],
