@@ -24,7 +24,7 @@ import base64
 import hashlib
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +45,7 @@ READ_BYTES = 1 << 20
 
 _MISSING = {"NoSuchKey", "404", "NotFound", "NoSuchUpload"}
 _EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
+_BAD_DIGEST = {"BadDigest", "XAmzContentChecksumMismatch"}
 # Answers to Complete that come again as long as its parts are the same.
 _SPOILED = {"InvalidPart", "InvalidPartOrder", "BadDigest", "EntityTooSmall", "InvalidRequest"}
 _REFUSED = {
@@ -194,21 +195,32 @@ class S3Store:
     def _name(self, key: str) -> str:
         return f"{self.prefix}/{key}" if self.prefix else key
 
-    async def _call(self, method: str, key: str | None, tries: int = TRIES, **arguments: Any) -> Any:
+    async def _call(
+        self, method: str, key: str | None, tries: int = TRIES, final: Collection[str] = (), **arguments: Any
+    ) -> Any:
         if key is not None:
             arguments["Key"] = self._name(key)
 
         async def request() -> Any:
             return await self._fs._call_s3(method, Bucket=self.bucket, **arguments)
 
-        return await self._persist(
-            request, f"{method} of {self.where}/{key or ''}", tries, len(arguments.get("Body", b""))
-        )
+        num_bytes = len(arguments.get("Body", b""))
+        return await self._persist(request, f"{method} of {self.where}/{key or ''}", tries, num_bytes, final)
 
     async def _persist(
-        self, request: Callable[[], Awaitable[T]], what: str, tries: int = TRIES, num_bytes: int = 0
+        self,
+        request: Callable[[], Awaitable[T]],
+        what: str,
+        tries: int = TRIES,
+        num_bytes: int = 0,
+        final: Collection[str] = (),
     ) -> T:
-        """Await `request` again while trying again can help. `num_bytes` go over the wire at each try."""
+        """Await `request` again while trying again can help.
+
+        Args:
+            num_bytes: go over the wire at each try.
+            final: error codes that are an answer, not a failure to get one.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + REQUEST_TIMEOUT_S
         for number in range(tries):
@@ -227,7 +239,7 @@ class S3Store:
                     raise _ExistsError(what) from error
                 if code in _REFUSED or code in _REFUSED_TYPES:
                     raise self._refused(what, code) from error
-                if number + 1 == tries or loop.time() >= deadline:
+                if number + 1 == tries or code in final or loop.time() >= deadline:
                     raise self._failed(what, code) from error
                 await asyncio.sleep(0.2 * 2**number)
         raise AssertionError("unreachable")
@@ -320,12 +332,14 @@ class S3Store:
             key = f".probe-{uuid.uuid4().hex}"
             try:
                 wrong = _base64(bytes(32))
-                await self._call("put_object", key, tries=1, Body=b"probe", ChecksumSHA256=wrong, **self._put_options)
+                await self._call(
+                    "put_object", key, final=_BAD_DIGEST, Body=b"probe", ChecksumSHA256=wrong, **self._put_options
+                )
             except StorageRefusedError:
                 raise
             except StorageError as error:
                 # Only an answer about the content counts: an unreachable store has not refused anything.
-                if _code(error.__cause__) not in ("BadDigest", "XAmzContentChecksumMismatch"):
+                if _code(error.__cause__) not in _BAD_DIGEST:
                     raise
                 self._checked = True
             else:

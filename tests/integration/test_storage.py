@@ -19,11 +19,13 @@ from typing import Any
 
 import pytest
 
+from keepstep.actor.rng import rng_states
 from keepstep.attempts import Attempt
 from keepstep.checkpoint import layout, manifest
 from keepstep.checkpoint.digest import digest_file
 from keepstep.checkpoint.history import uploaded_steps
 from keepstep.checkpoint.tensor_headers import Archive
+from keepstep.checkpoint.torch_zip import TorchZip
 from keepstep.checkpoint.verify import verify
 from keepstep.cli.main import main
 from keepstep.config.schema import CheckpointConfig, RetryConfig, S3Config
@@ -93,12 +95,15 @@ def write_step(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         count = num_bytes // 4 if name == layout.ACTOR else 16
         torch.save({"weight": torch.rand(count, generator=generator)}, folder / name)
-    streams = {name: base64.b64encode(b"state").decode() for name in ("python", "numpy", "torch")} | {"cuda": []}
+    streams = rng_states()
     state = {
         "global_step": step,
         "epoch": 1,
-        "dataloader_state": {"train_dataset_offset": 0, "val_dataset_offset": 0},
+        "num_updates": 0,
+        "num_response_tokens": 0,
+        "dataloader_state": {"train_dataset_offset": 4 * step, "val_dataset_offset": 0},
         "rng_states": {**streams, "per_rank": [streams]},
+        "metrics": {},
     }
     (folder / layout.TRAINER_STATE).write_text(json.dumps(state))
     (folder / layout.CONFIG).write_text(CONFIG_YAML)
@@ -108,14 +113,20 @@ def write_step(
 
 def write_manifest(folder: Path, step: int, *, run_id: str = "run-a", attempt: int = 1) -> None:
     files = {name: digest_file(folder / name) for name in (*layout.TENSOR_FILES, layout.TRAINER_STATE, layout.CONFIG)}
-    tensors = {name: Archive(folder / name).describe() for name in layout.TENSOR_FILES}
+    tensors = {name: described(folder / name) for name in layout.TENSOR_FILES}
     (folder / layout.MANIFEST).write_bytes(
         manifest.build(
             run_id=run_id, attempt=attempt, step=step, world_size=1, required=list(layout.required_files()),
             files=files, tensors=tensors, metrics={}, nonfinite={},
         )
     )  # fmt: skip
-    assert verify(folder).resumable
+    found = verify(folder)
+    assert found.resumable, found.reasons
+
+
+def described(path: Path) -> list[list[Any]]:
+    with path.open("rb") as file:
+        return Archive(TorchZip(file)).describe()
 
 
 def key_of(remote: RemoteRun, step: int, name: str) -> str:
@@ -397,7 +408,7 @@ def test_killed_upload_leaves_nothing_visible_and_goes_on_by_part(
     monkeypatch: pytest.MonkeyPatch,
     how: str,
 ) -> None:
-    """C169: of eleven parts, those that were on the server at the kill are not sent again."""
+    """C169, C170: of eleven parts, those that were on the server at the kill are not sent again."""
     run.config.write_text(CONFIG_YAML.replace("true}", f"true, max_bandwidth: {30 * 1024**2}}}"))
     write_step(run, 100, num_bytes=4 * BIG_BYTES)
     process = start_upload()
