@@ -1,7 +1,7 @@
 """Do the shards of all ranks make whole tensors? Pure functions over safetensors headers.
 
 FSDP2 cuts along dimension 0 in the manner of `torch.chunk`: rank r of W holds rows [r·c, (r+1)·c) of n, c = ⌈n/W⌉, and
-later ranks may hold nothing. How many shards there must be is what the checkpoint itself says.
+later ranks may hold nothing, and write that down too. How many ranks there were is what the checkpoint itself says.
 """
 
 from __future__ import annotations
@@ -76,6 +76,10 @@ def _problem(name: str, found: list[tuple[str, Shard]], world_size: int | None) 
             return f"{other}: tensor {name} is {shard.dtype} {list(shard.shape)}, unlike its part in {path}"
     if not first.shape:
         return "" if len(found) == 1 else f"{found[1][0]}: number {name} stands in {path} already"
+    if world_size is not None and len(found) != world_size:
+        ranks = {rank_of(other) for other, _ in found}
+        absent = next(rank for rank in range(world_size) if rank not in ranks)
+        return f"{path}: tensor {name} has {len(found)} parts of {world_size} ranks, none of rank {absent}"
     num_rows = sum(shard.shape[0] for _, shard in found)
     chunk = -(-num_rows // world_size) if world_size else 0
     end = 0

@@ -94,7 +94,7 @@ _TORN = (
 
 
 def _check_end(file: BinaryIO) -> tuple[int, int]:
-    """(where the directory begins, its number of entries). It ends at the end record, and that at the end of the file."""
+    """(where the directory begins, its number of entries). It ends at the end record, which ends the file."""
     fd, size = file.fileno(), size_of(file)
     end_at = size - _END.size
     if end_at < 0:
