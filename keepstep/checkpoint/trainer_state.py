@@ -1,4 +1,4 @@
-"""Is a trainer_state.json complete, and do its counters agree with each other? Pure."""
+"""Are trainer_state.json and param_groups.json complete, and do their counters agree with each other? Pure."""
 
 from __future__ import annotations
 
@@ -39,6 +39,20 @@ def state_problems(state: Any) -> list[str]:
     if not problems:
         problems += counter_problems(state)
     return problems + rng_problems(state.get("rng_states"))
+
+
+def param_group_problems(groups: Any) -> list[str]:
+    """What is wrong with the optimizer's hyper-parameters: groups with a learning rate over named parameters."""
+    if not isinstance(groups, list) or not groups:
+        return ["not a list of parameter groups"]
+    names: list[Any] = []
+    for group in groups:
+        if not isinstance(group, dict) or not _is_number(group.get("lr")) or not isinstance(group.get("params"), list):
+            return ["a parameter group without lr or params"]
+        names += group["params"]
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+        return ["params are not names, each of them once"]
+    return []
 
 
 def counter_problems(state: dict[str, Any]) -> list[str]:
@@ -88,7 +102,9 @@ def _is_python_state(value: Any) -> bool:
     if not isinstance(value, list) or len(value) != 3 or value[0] != 3 or not isinstance(value[1], list):
         return False
     words, gauss = value[1], value[2]
-    return len(words) == _WORDS + 1 and _are_words(words) and words[-1] <= _WORDS and _is_number_or_none(gauss)
+    return (
+        len(words) == _WORDS + 1 and _are_words(words) and words[-1] <= _WORDS and (gauss is None or _is_number(gauss))
+    )
 
 
 def _is_numpy_state(value: Any) -> bool:
@@ -97,15 +113,15 @@ def _is_numpy_state(value: Any) -> bool:
         return False
     _, words, position, has_gauss, cached = value
     sound = len(words) == _WORDS and _are_words([*words, position]) and position <= _WORDS
-    return sound and has_gauss in (0, 1) and isinstance(cached, int | float)
+    return sound and has_gauss in (0, 1) and _is_number(cached)
 
 
 def _are_words(values: list[Any]) -> bool:
     return all(type(value) is int and 0 <= value < 2**32 for value in values)
 
 
-def _is_number_or_none(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _decode(text: Any) -> bytes | None:

@@ -35,7 +35,7 @@ from keepstep.checkpoint.safetensors_headers import SafetensorsFile
 from keepstep.checkpoint.shard_cover import Shards, cover_problems, optimizer_problems, reference_problems
 from keepstep.checkpoint.tensor_headers import Archive, HeaderError, TensorInfo
 from keepstep.checkpoint.torch_zip import ArchiveError, TorchZip
-from keepstep.checkpoint.trainer_state import state_problems
+from keepstep.checkpoint.trainer_state import param_group_problems, state_problems
 from keepstep.run import parse_step
 
 VERIFIED, UNVERIFIED, REJECTED, WEIGHTS_ONLY = "verified", "unverified", "rejected", "weights_only"
@@ -196,9 +196,11 @@ def _check_file(
                 _check_shard(file, name, manifest, found, shards)
             elif layout.holds_tensors(name):
                 _check_archive(file, name, manifest, found)
+            elif name == layout.PARAM_GROUPS:
+                found.reject(name, *param_group_problems(strict_json.load(path)))
             elif name.endswith(".index.json"):
                 found.reject(name, *index_problems(path))
-    except FileError as error:
+    except (FileError, strict_json.StrictJsonError) as error:
         found.reject(name, str(error))
 
 

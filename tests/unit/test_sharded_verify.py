@@ -18,23 +18,15 @@ from keepstep.checkpoint.safetensors_headers import SafetensorsFile, Shard
 from keepstep.checkpoint.shard_cover import cover_problems
 from keepstep.checkpoint.tensor_headers import HeaderError
 from keepstep.checkpoint.verify import verify
-from tests.unit import sharded_builder
 from tests.unit.forging import forge, reseal, unsealed
 
 FIRST, SECOND = (f"{{}}/shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2))
 MODEL = [name.format(layout.ACTOR_SHARDS) for name in (FIRST, SECOND)]
 
 
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sharded") / "checkpoints"
-    folder.mkdir()
-    return sharded_builder.write(folder, 20)
-
-
 @pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(good, tmp_path / "step_20"))
+def folder(sharded_checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sharded_checkpoint, tmp_path / "step_20"))
 
 
 def first_reason(folder: Path, quick: bool = False) -> str:
@@ -53,10 +45,10 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], Any], data: by
     return struct.pack("<Q", len(text)) + text + (raw[end:] if data is None else data)
 
 
-def test_a_good_one(good: Path):
-    verdict = verify(good)
+def test_a_good_one(sharded_checkpoint: Path):
+    verdict = verify(sharded_checkpoint)
     assert (verdict.state, verdict.step, verdict.epoch, verdict.reasons) == ("verified", 20, 1, [])
-    assert verify(good, quick=True).ok
+    assert verify(sharded_checkpoint, quick=True).ok
 
 
 def test_the_number_of_shards_is_the_checkpoints(folder: Path, monkeypatch: pytest.MonkeyPatch):
