@@ -1,4 +1,4 @@
-"""`keepstep verify`, `ls` and `plan`: light commands that only look."""
+"""`keepstep ls` and `plan`: light commands that only look."""
 
 from __future__ import annotations
 
@@ -8,38 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from keepstep.checkpoint.history import uploaded_steps, verified_steps
 from keepstep.checkpoint.plan import RemoteIndex, plan
-from keepstep.checkpoint.verify import VERIFIED, Verdict, verify
-from keepstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, ConfigError
-from keepstep.run import RunDir, parse_step, read_json
-
-S3_PREFIX = "s3://"
-
-
-def verify_command(args: argparse.Namespace) -> int:
-    """Verify checkpoints. 0: all good, 1: one is bad, 2: one is not there."""
-    status = EXIT_DONE
-    verdicts = []
-    for path in args.paths:
-        verdict = _verify_remote(path) if path.startswith(S3_PREFIX) else _verify_local(Path(path), args.quick)
-        if verdict is None:
-            print(f"keepstep: {path} does not exist.", file=sys.stderr)
-            status = EXIT_USAGE
-            continue
-        verdicts.append(verdict)
-        if not verdict.ok and status == EXIT_DONE:
-            status = EXIT_FAILED
-    if args.json:
-        records = [verdict.to_record() for verdict in verdicts]
-        print(json.dumps(records[0] if len(args.paths) == 1 and records else records))
-    else:
-        for verdict in verdicts:
-            _print_verdict(verdict, args.quick)
-    return status
+from keepstep.checkpoint.verify import VERIFIED, Verdict
+from keepstep.errors import EXIT_DONE, ConfigError
+from keepstep.run import RunDir, read_json
 
 
 def ls_command(args: argparse.Namespace) -> int:
@@ -128,39 +103,3 @@ def _store_side(run: RunDir, ask: bool) -> Iterator[RemoteIndex]:
 
     with closing(open_remote(load(str(run.config)).s3, run)) as remote:
         yield remote
-
-
-def _verify_local(path: Path, quick: bool) -> Verdict | None:
-    return verify(path, quick=quick) if path.exists() or path.is_symlink() else None
-
-
-def _verify_remote(address: str) -> Verdict | None:
-    """The objects of `s3://bucket/prefix/checkpoints/step_<N>` against their manifest; None: there are none.
-
-    Raises:
-        ConfigError: not such an address.
-        StorageError: the store did not answer.
-    """
-    from keepstep.storage.remote import RemoteRun
-    from keepstep.storage.s3 import S3Store
-
-    bucket, *folders = address.removeprefix(S3_PREFIX).rstrip("/").split("/")
-    step = parse_step(folders[-1]) if len(folders) >= 2 and folders[-2] == "checkpoints" else None
-    if not bucket or step is None:
-        raise ConfigError(f"{address} is no checkpoint's address.", "Write s3://BUCKET/PREFIX/checkpoints/step_N.")
-    prefix = "/".join(folders[:-2])
-    with closing(S3Store(bucket, prefix)) as store:
-        if not store.list_objects(f"checkpoints/{folders[-1]}/"):
-            return None
-        return RemoteRun(store, bucket, prefix).verify(step)
-
-
-def _print_verdict(verdict: Verdict, quick: bool) -> None:
-    if verdict.ok:
-        rate = "" if quick or not verdict.seconds else f", {verdict.num_bytes / verdict.seconds / 1e9:.2f} GB/s"
-        where = f"step {verdict.step}" + (f", epoch {verdict.epoch}" if verdict.epoch is not None else "")
-        print(f"{verdict.path}: {verdict.state} ({where}, {verdict.num_bytes} bytes{rate})")
-        return
-    print(f"{verdict.path}: {verdict.state}", file=sys.stderr)
-    for reason in verdict.reasons:
-        print(f"  {reason}", file=sys.stderr)

@@ -116,7 +116,7 @@ def _add_training(commands: argparse._SubParsersAction) -> None:
 def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
     check = _add(commands, "verify", _verify, "is this checkpoint whole? exit 0 good, 1 bad")
     check.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint's folder or s3:// address")
-    check.add_argument("--quick", action="store_true", help="sizes and structure only, content is not hashed")
+    check.add_argument("--quick", action="store_true", help="sizes and headers only, the content is not read")
     check.add_argument("--json", action="store_true", help="one JSON object, a list of them for several paths")
     listing = _add(commands, "ls", _list, "the checkpoints of a run with their state here and in the store")
     decision = _add(commands, "plan", _plan, "where the next start goes on, and why")
@@ -204,9 +204,9 @@ def _ui(args: argparse.Namespace, _: list[str]) -> int:
 
 
 def _verify(args: argparse.Namespace, _: list[str]) -> int:
-    from keepstep.cli import inspect_commands
+    from keepstep.cli import verify_command
 
-    return inspect_commands.verify_command(args)
+    return verify_command.main(args)
 
 
 def _list(args: argparse.Namespace, _: list[str]) -> int:

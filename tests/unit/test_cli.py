@@ -93,7 +93,7 @@ def test_verify_a_good_one(finished: RunDir, capsys: pytest.CaptureFixture[str])
     status, found, _ = answer(capsys, "verify", str(finished.checkpoint(20)))
     assert (status, found["state"], found["step"], found["reasons"]) == (0, "verified", 20, [])
     assert main(["verify", str(finished.checkpoint(20)), "--quick"]) == 0
-    assert "verified (step 20" in capsys.readouterr().out
+    assert "sizes and headers agree (quick: the content was not read) (step 20" in capsys.readouterr().out
 
 
 def test_verify_latest_as_link_and_as_copy(copy: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
