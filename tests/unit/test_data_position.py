@@ -1,0 +1,104 @@
+"""Where a run stands in its data: one number, the same for any number of ranks, and never guessed."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.actor.batch import deal
+from keepstep.checkpoint import layout
+from keepstep.checkpoint.plan import plan
+from keepstep.checkpoint.verify import verify
+from keepstep.config.load import load
+from keepstep.controller.state import TrainState
+from keepstep.data.order import rows_at
+from keepstep.errors import CheckpointError, ConfigError
+from tests.unit import builder
+from tests.unit.forging import forge
+
+
+@pytest.mark.parametrize("key", ["data.train_max_samples", "data.dataloader_num_workers"])
+def test_settings_that_would_move_the_position_do_not_exist(key: str) -> None:
+    """C1, C14: there is no cap that draws another subset, and no workers whose number the position depends on."""
+    with pytest.raises(ConfigError, match=key):
+        load(None, [f"{key}=50"])
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=200)
+@given(
+    num_mini_batches=st.integers(1, 5), group_size=st.integers(1, 4), share=st.integers(1, 4),
+    world_sizes=st.tuples(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 3, 4, 6, 12])),
+)  # fmt: skip
+def test_ranks_share_the_same_mini_batches(
+    num_mini_batches: int, group_size: int, share: int, world_sizes: tuple[int, int]
+) -> None:
+    """C8, C14: joined in rank order, every mini-batch holds the same rows on any number of ranks, each row once."""
+    mini_batch_size = 12 * share
+    num_prompts = num_mini_batches * mini_batch_size
+    joined = []
+    for world_size in world_sizes:
+        dealt = deal(num_prompts, group_size, mini_batch_size, world_size)
+        assert len(dealt) == world_size
+        joined.append([list(chain.from_iterable(rank[index] for rank in dealt)) for index in range(num_mini_batches)])
+    assert joined[0] == joined[1]
+    assert list(chain.from_iterable(joined[0])) == list(range(num_prompts * group_size))
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=200)
+@given(
+    num_rows=st.integers(1, 60), batch=st.integers(1, 40), seed=st.integers(0, 2**32), shuffle=st.booleans(),
+    stops=st.lists(st.integers(0, 12), max_size=4).map(sorted),
+)  # fmt: skip
+def test_position_and_rows_after_any_resumes(
+    num_rows: int, batch: int, seed: int, shuffle: bool, stops: list[int]
+) -> None:
+    """C8, C14: resumed anywhere from what a checkpoint keeps, on whatever: after 12 steps 12 batches, the same rows."""
+    whole = rows_at(0, 12 * batch, num_rows=num_rows, seed=seed, shuffle=shuffle)
+    state, rows = TrainState(), []
+    for stop in [*stops, 12]:
+        while state.global_step < stop:
+            rows += rows_at(state.train_dataset_offset, batch, num_rows=num_rows, seed=seed, shuffle=shuffle)
+            state.train_dataset_offset += batch
+            state.global_step += 1
+        state = TrainState.from_record(json.loads(json.dumps(state.to_record(num_rows))))
+    assert (state.train_dataset_offset, rows) == (12 * batch, whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda state: state.pop("dataloader_state"), "dataloader_state is missing: nothing says which row comes next"),
+        (lambda state: state.update(dataloader_state=None), "dataloader_state is missing"),
+        (lambda state: state["dataloader_state"].pop("train_dataset_offset"), "train_dataset_offset is None"),
+        (lambda state: state["dataloader_state"].update(train_dataset_offset=0), "0 is not 20 batches of one size"),
+        (lambda state: state["dataloader_state"].update(train_dataset_offset=81), "81 is not 20 batches of one size"),
+        (lambda state: state.update(num_train_rows=40), "epoch 1, expected 3 at row 80 of 40"),
+        (lambda state: state.update(num_train_rows=0), "num_train_rows is 0"),
+        (lambda state: state.update(epoch=0), "epoch 0, expected 1 or more"),
+    ],
+)
+def test_a_position_that_is_missing_or_cannot_be(tmp_path: Path, change, part: str) -> None:
+    """C4: an error, never a warning and row 0: the only checkpoint of a run, under digests that fit."""
+    run = builder.run_in(tmp_path)
+    builder.write(run, 20)
+    state = json.loads((run.checkpoint(20) / layout.TRAINER_STATE).read_text())
+    change(state)
+    forge(run.checkpoint(20), layout.TRAINER_STATE, json.dumps(state).encode())
+    (reason,) = verify(run.checkpoint(20)).reasons
+    assert reason.startswith("trainer_state.json: ") and part in reason
+    with pytest.raises(CheckpointError, match="none can be resumed from"):
+        plan(run, policy="latest", prefer_multiple=100, max_rewind_steps=None)
+
+
+def test_what_a_run_records_agrees_with_itself() -> None:
+    """The trainer's own record passes the check at, before and after an epoch's end."""
+    from keepstep.checkpoint.trainer_state import counter_problems
+
+    for step in range(1, 12):
+        state = TrainState(global_step=step, train_dataset_offset=step * 8)
+        assert counter_problems(state.to_record(num_rows=24)) == []
