@@ -104,6 +104,19 @@ NO_ROOM_ERRNOS = (28, 122)
 """ENOSPC, and EDQUOT, which strikes where `df` still shows room."""
 
 
+def no_room_cause(error: BaseException) -> OSError | None:
+    """The "no space" or "quota exceeded" that an error was raised for or while handling, if there is one."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in NO_ROOM_ERRNOS:
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+"""ENOSPC, and EDQUOT, which strikes where `df` still shows room."""
+
+
 class NoRoomError(KeepstepError):
     """The filesystem is full or over quota."""
 

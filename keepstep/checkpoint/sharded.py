@@ -25,6 +25,7 @@ from keepstep.actor.shards import RankSnapshot, ReferenceSnapshot, Shapes
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.digest import digest_file
 from keepstep.checkpoint.written import Written
+from keepstep.errors import no_room_cause
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -93,7 +94,7 @@ def shard_name(rank: int) -> str:
 def cause_of(error: CheckpointException) -> BaseException:
     """What went wrong on the first writer that failed: all of them are told of it."""
     failure, _ = error.failures[min(error.failures)]
-    return failure if isinstance(failure, BaseException) else error
+    return no_room_cause(failure) or failure
 
 
 def _save(folder: Path, tensors: Tensors, no_dist: bool = False) -> None:

@@ -28,7 +28,7 @@ from keepstep.checkpoint.digest import FileDigest, HashingWriter, digest_file
 from keepstep.checkpoint.publish import publish, quarantine
 from keepstep.checkpoint.verify import verify
 from keepstep.checkpoint.written import Written
-from keepstep.errors import ExactnessError, NoRoomError
+from keepstep.errors import ExactnessError, NoRoomError, no_room_cause
 from keepstep.run import RunDir, fsync_dir
 
 TensorInfo = list[list[Any]]
@@ -86,9 +86,10 @@ def save(
     folder = begin(request, sum(snapshot_bytes(snapshot) for snapshot in opened) + reference_bytes(reference))
     try:
         return finish(request, opened, _write_full(folder, opened, reference))
-    except BaseException:
+    except Exception as error:
         discard(request)
-        raise
+        # torch.save answers a full disk with an error of its own, in whose context the system's stands.
+        raise no_room_cause(error) or error
 
 
 def begin(request: SaveRequest, num_bytes: int) -> Path:

@@ -191,7 +191,9 @@ class Saver:
                 timeout_s=self.context.config.checkpoint.verify_timeout_s,
             )
             if found.status == 0:
-                self.events.emit("checkpoint_verified", step=step, verify_s=round(time.monotonic() - begin, 3))
+                read_from = json.loads(found.stdout)["read_from"]
+                verify_s = round(time.monotonic() - begin, 3)
+                self.events.emit("checkpoint_verified", step=step, verify_s=verify_s, read_from=read_from)
                 return []
             if found.status == 1 and found.stdout.strip():
                 return json.loads(found.stdout)["reasons"]
