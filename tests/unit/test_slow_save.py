@@ -40,8 +40,12 @@ def test_a_save_that_goes_on_is_never_taken(tmp_path: Path) -> None:
 
 def look_until_it_ends(run: RunDir, child: int) -> tuple[int, int]:
     """(the child's wait status, how often it was seen half-way)."""
-    num_half = 0
+    num_half, seen = 0, names(run)
     while True:
+        # Every file that appears is an instant to look at.
+        while (there := names(run)) == seen and not has_ended(child):
+            os.sched_yield()
+        seen = there
         os.kill(child, signal.SIGSTOP)
         _, status = os.waitpid(child, os.WUNTRACED)
         if not os.WIFSTOPPED(status):
@@ -52,3 +56,13 @@ def look_until_it_ends(run: RunDir, child: int) -> tuple[int, int]:
         assert found.step == (40 if run.checkpoint(40).exists() else 20) and found.rejections == []
         assert not any(verify(folder).ok for folder in unfinished if not (folder / layout.MANIFEST).exists())
         os.kill(child, signal.SIGCONT)
+
+
+def names(run: RunDir) -> set[str]:
+    """What lies below the checkpoints; a folder may go away meanwhile."""
+    return {os.path.join(root, name) for root, _, found in os.walk(run.checkpoints) for name in found}
+
+
+def has_ended(child: int) -> bool:
+    """Whether it has exited; its status stays to be asked for."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

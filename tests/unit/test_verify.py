@@ -44,7 +44,7 @@ def test_every_file_every_kind_of_damage(run: RunDir):
         original = path.read_bytes()
         name = str(path.relative_to(folder))
         mutations = {"truncated": original[: len(original) // 2], "emptied": b"", "longer": original + b"\0"}
-        for number in range(40):
+        for number in range(5):
             position, bit = generator.randrange(len(original)), 1 << generator.randrange(8)
             flipped = bytearray(original)
             flipped[position] ^= bit
@@ -59,7 +59,7 @@ def test_every_file_every_kind_of_damage(run: RunDir):
         assert verify(folder).state == "rejected", f"{name} missing was accepted"
         path.write_bytes(original)
     assert verify(folder).resumable
-    assert num_mutations > 350
+    assert num_mutations == 8 * len(files_of(folder))
 
 
 def test_files_swapped_between_checkpoints(run: RunDir):
