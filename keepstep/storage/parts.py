@@ -70,10 +70,23 @@ def holds_part(path: Path, digest: FileDigest, number: int, etag: str | None = N
     return sha256.hexdigest() == digest.parts[number] and etag in (None, md5.hexdigest(), f'"{md5.hexdigest()}"')
 
 
-def write_all(handle: int, blocks: list[bytes], offset: int) -> None:
-    """Write blocks one after the other from `offset` on."""
-    for block in blocks:
+class PartSink:
+    """Takes a part's bytes in order: hashes them and writes them to their place in an open file.
+
+    Args:
+        handle: the open file; None: only hashed.
+    """
+
+    def __init__(self, handle: int | None, offset: int) -> None:
+        self._handle, self._offset = handle, offset
+        self._hash = hashlib.sha256()
+
+    def take(self, block: bytes | memoryview) -> None:
+        self._hash.update(block)
         view = memoryview(block)
-        while view:
-            written = os.pwrite(handle, view, offset)
-            view, offset = view[written:], offset + written
+        while self._handle is not None and view:
+            written = os.pwrite(self._handle, view, self._offset)
+            view, self._offset = view[written:], self._offset + written
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()

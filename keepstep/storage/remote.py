@@ -7,8 +7,8 @@
 A step without its manifest is not there. `object_key` says where a step's file lies.
 
 A download goes into `checkpoints/.download-step_<N>/`, always the same for a step: what a killed one left there is
-hashed part by part and what is good is kept. Every byte written there has been verified, so two downloads of a step
-at a time do not harm one another. The folders of other steps are leftovers; the next download deletes them.
+hashed part by part and what is good is kept. The whole is verified before it is published. The folders of other steps
+are leftovers; the next download deletes them.
 """
 
 from __future__ import annotations

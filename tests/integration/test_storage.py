@@ -42,7 +42,9 @@ from keepstep.errors import (
 from keepstep.platform import servers
 from keepstep.processes import ProcessRef
 from keepstep.run import RunDir, read_json, write_json
-from keepstep.storage import lease, s3
+from keepstep.storage import lease
+from keepstep.storage.parts import PartSink
+from keepstep.storage.plain_get import PlainReader
 from keepstep.storage.protocol import LocalFileError
 from keepstep.storage.remote import RemoteRun, object_key, open_remote, step_key, upload_checkpoint
 from keepstep.storage.retire import retire, sweep_uploads
@@ -238,13 +240,12 @@ def test_damage_that_the_store_hides_is_found_by_the_download(
 ) -> None:
     write_step(run, 100)
     upload_checkpoint(remote, run, 100, attempt=1)
-    honest = s3._read_blocks
+    honest = PartSink.take
 
-    async def lying(body: Any, num_bytes: int) -> list[bytes]:
-        blocks = await honest(body, num_bytes)
-        return [bytes([block[0] ^ 1]) + block[1:] for block in blocks]
+    def lying(self: PartSink, block: bytes) -> None:
+        honest(self, bytes([block[0] ^ 1]) + block[1:])
 
-    monkeypatch.setattr(s3, "_read_blocks", lying)
+    monkeypatch.setattr(PartSink, "take", lying)
     other = RunDir.at(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="part 0 has SHA-256"):
         remote.download(100, other)
@@ -498,10 +499,16 @@ def test_killed_download_goes_on_by_part(
     (aside / layout.OPTIMIZER).symlink_to(tmp_path / "victim")
     (aside / "stranger").write_text("x")
     (aside / layout.MANIFEST).write_text("{}")
-    sent = calls(remote, monkeypatch)
+    spans: list[tuple[int, int]] = []
+    read = PlainReader.read
+
+    def recording(self: PlainReader, url: str, start: int, length: int, sink: PartSink) -> None:
+        spans.append((start, length))
+        read(self, url, start, length, sink)
+
+    monkeypatch.setattr(PlainReader, "read", recording)
     remote.download(100, other)
-    spans = [arguments["Range"] for method, arguments in sent if method == "get_object" and "Range" in arguments]
-    assert spans == [f"bytes={16 * 1024**2}-{32 * 1024**2 - 1}"]
+    assert [span for span in spans if span[1] == 16 * 1024**2] == [(16 * 1024**2, 16 * 1024**2)]
     assert content(other.checkpoint(100)) == before
     assert not (tmp_path / "victim").exists()
     assert [entry.name for entry in other.checkpoints.iterdir()] == ["step_100"]

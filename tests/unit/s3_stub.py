@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 RESET, RESET_ANSWER, LOST_ANSWER, HANG = "reset", "reset answer", "lost answer", "hang"
+IGNORES_RANGE = "ignores range"
 WRONG_BYTES, CUT_SHORT, FIRST_PART_ONLY, DAMAGED = "wrong bytes", "cut short", "first part only", "damaged"
 ERRORS = {
     "SlowDown": 503, "InternalError": 500, "ExpiredToken": 403, "AccessDenied": 403, "PreconditionFailed": 412,
@@ -197,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._parts()
         data = self._stored().data
         status, span = 200, self.headers.get("Range")
-        if span:
+        if span and self.kind != IGNORES_RANGE:
             first, last = (int(number) for number in span.removeprefix("bytes=").split("-"))
             if first >= len(data):
                 raise _RefusalError("InvalidRange")

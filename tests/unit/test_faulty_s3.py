@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import threading
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from keepstep.checkpoint.digest import FileDigest
 from keepstep.errors import StorageError, StorageRefusedError
 from keepstep.storage import s3
+from keepstep.storage.parts import PartSink
+from keepstep.storage.plain_get import PlainReader, leads_through_proxy
 from keepstep.storage.protocol import DamagedObjectError, LocalFileError
 from keepstep.storage.s3 import S3Store
 from tests.unit import s3_stub
@@ -280,21 +284,66 @@ def test_download_writes_nothing_past_a_part(
     """A server that ignores ranges sends the whole object for every part."""
     digest = make(tmp_path / "file", 3 * PART)
     store.put_file(tmp_path / "file", KEY, digest)
+    stub.faults.append(Fault(s3_stub.IGNORES_RANGE, "GET", KEY, times=10**6))
     written: list[tuple[int, int]] = []
-    write = s3.write_all
+    write = os.pwrite
 
-    def recording(handle: int, blocks: list[bytes], offset: int) -> None:
-        written.append((offset, offset + sum(map(len, blocks))))
-        write(handle, blocks, offset)
+    def recording(handle: int, block: bytes, offset: int) -> int:
+        written.append((offset, offset + len(block)))
+        return write(handle, block, offset)
 
-    monkeypatch.setattr(s3, "write_all", recording)
-    honest = store._fs._call_s3
-
-    async def without_range(method: str, **arguments: Any) -> Any:
-        arguments.pop("Range", None)
-        return await honest(method, **arguments)
-
-    monkeypatch.setattr(store._fs, "_call_s3", without_range)
+    monkeypatch.setattr(os, "pwrite", recording)
     with pytest.raises(DamagedObjectError, match=r"part [12] "):
         store.get_file(KEY, tmp_path / "back", digest)
+    assert written
     assert all(begin // PART == (end - 1) // PART for begin, end in written)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_download_through_either_way(
+    stub: Stub, store: S3Store, file: tuple[Path, FileDigest], tmp_path: Path, plain: bool
+) -> None:
+    """Plain connections where they lead to the store; the client's own where a proxy stands between."""
+    path, digest = file
+    store.put_file(path, KEY, digest)
+    with S3Store("bucket", "run", endpoint_url=stub.url, key="k", secret="s") as fresh:
+        if not plain:
+            fresh._plain = None
+        fresh.get_file(KEY, tmp_path / "back", digest)
+    assert (tmp_path / "back").read_bytes() == path.read_bytes()
+    assert stub.count("GET", "X-Amz-Signature") == (len(digest.parts) if plain else 0)
+
+
+def test_proxy_of_the_environment_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "inside.example")
+    assert leads_through_proxy("https://bucket.s3.amazonaws.com/key?X-Amz-Signature=1")
+    assert not leads_through_proxy("https://inside.example/key")
+
+
+def test_empty_file_comes_back(stub: Stub, store: S3Store, tmp_path: Path) -> None:
+    digest = make(tmp_path / "file", 0)
+    store.put_file(tmp_path / "file", KEY, digest)
+    store.get_file(KEY, tmp_path / "back", digest)
+    assert (tmp_path / "back").read_bytes() == b""
+
+
+def test_closing_wakes_a_download_that_hangs(stub: Stub, store: S3Store, tmp_path: Path) -> None:
+    digest = make(tmp_path / "file", PART)
+    store.put_file(tmp_path / "file", KEY, digest)
+    stub.faults.append(Fault(s3_stub.HANG, "GET", KEY))
+    reader, failed = PlainReader(), threading.Event()
+
+    def read() -> None:
+        try:
+            reader.read(f"{stub.url}/bucket/run/{KEY}", 0, PART, PartSink(None, 0))
+        except (OSError, HTTPException):
+            failed.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    while not stub.count("GET", KEY):
+        assert thread.is_alive()
+    reader.close()
+    assert failed.wait(10)
+    thread.join(10)
