@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.checkpoint.files import printable
+from keepstep.checkpoint.shard_cover import Shapes
 
 MOST_REASONS = 50
 
@@ -24,6 +25,8 @@ class Findings:
     state: dict[str, Any] | None = None
     optimizer_steps: set[float] = field(default_factory=set)
     """Counters of updates in the optimizer's own state."""
+    shapes: dict[str, Shapes] = field(default_factory=dict)
+    """Full shapes of the tensors, by the file or the folder of shards that holds them."""
     missing: list[str] = field(default_factory=list)
     """A foreign folder: files that a resume would need and an export does not."""
     named: set[str] = field(default_factory=set)
@@ -39,6 +42,10 @@ class Findings:
                 self.num_left_out += 1
             else:
                 self.reasons.append(printable(f"{name}: {reason}" if name else reason))
+
+    def is_named(self, prefix: str) -> bool:
+        """Whether a reason was found against a file or folder whose name begins so."""
+        return any(name.startswith(prefix) for name in self.named)
 
     def all_reasons(self) -> list[str]:
         return self.reasons + ([f"and {self.num_left_out} more reasons"] if self.num_left_out else [])

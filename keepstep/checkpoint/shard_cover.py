@@ -13,6 +13,9 @@ from keepstep.checkpoint.safetensors_headers import Shard
 Shards = dict[str, dict[str, Shard]]
 """Tensors by name, of each file by its path."""
 
+Shapes = dict[str, tuple[int, ...]]
+"""Full shapes of tensors by name."""
+
 _RANK = re.compile(r"shard-(\d+)-model")
 _STATE = "state."
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq")
@@ -25,7 +28,7 @@ def rank_of(path: str) -> int:
     return int(match.group(1)) - 1
 
 
-def cover_problems(shards: Shards, world_size: int | None) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+def cover_problems(shards: Shards, world_size: int | None) -> tuple[Shapes, list[str]]:
     """(full shapes by name, what is wrong) of the shards in one folder.
 
     Args:
@@ -37,7 +40,7 @@ def cover_problems(shards: Shards, world_size: int | None) -> tuple[dict[str, tu
     for path, tensors in sorted(shards.items()):
         for name, shard in tensors.items():
             parts.setdefault(name, []).append((path, shard))
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Shapes = {}
     for name, found in parts.items():
         reason = _problem(name, found, world_size)
         if reason:
@@ -48,7 +51,7 @@ def cover_problems(shards: Shards, world_size: int | None) -> tuple[dict[str, tu
     return shapes, problems
 
 
-def optimizer_problems(model: dict[str, tuple[int, ...]], optimizer: dict[str, tuple[int, ...]]) -> list[str]:
+def optimizer_problems(model: Shapes, optimizer: Shapes) -> list[str]:
     """Whether the optimizer's full tensors are those of the model's parameters. A frozen parameter has none."""
     problems = []
     for name, shape in optimizer.items():
@@ -62,7 +65,7 @@ def optimizer_problems(model: dict[str, tuple[int, ...]], optimizer: dict[str, t
     return problems
 
 
-def reference_problems(model: dict[str, tuple[int, ...]], reference: dict[str, tuple[int, ...]]) -> list[str]:
+def reference_problems(model: Shapes, reference: Shapes) -> list[str]:
     """Whether the reference is a model of the policy's form."""
     names = sorted(name for name in model.keys() | reference.keys() if model.get(name) != reference.get(name))
     return [f"tensor {name} is {reference.get(name)}, the policy's {model.get(name)}" for name in names[:1]]

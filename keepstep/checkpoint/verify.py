@@ -180,8 +180,9 @@ def _check_files(folder: Path, manifest: Manifest, quick: bool, found: Findings)
     for name in sorted(present - set(manifest.files) - {layout.MANIFEST}):
         if not name.startswith(layout.ROLLOUT_DIR + "/"):
             found.reject(name, "foreign file, the manifest does not list it")
-    if manifest.layout == layout.SHARDED and not found.reasons:
+    if manifest.layout == layout.SHARDED:
         _check_cover(shards, manifest.world_size, found)
+    _check_roles(manifest, found)
 
 
 def _check_file(
@@ -231,6 +232,8 @@ def _check_archive(file: BinaryIO, name: str, manifest: Manifest, found: Finding
             return
         archive = Archive(zipped)
         _compare_tensors(name, archive.describe(), manifest, found)
+        if name not in found.named:
+            found.shapes[name] = {key: tensor.shape for key, tensor in archive.tensors().items()}
         if name == layout.OPTIMIZER:
             counters = (tensor for key, tensor in archive.tensors().items() if key.endswith(".step"))
             found.optimizer_steps |= {archive.scalar(tensor) for tensor in counters}
@@ -261,19 +264,28 @@ def _compare_tensors(name: str, described: TensorInfo, manifest: Manifest, found
 
 
 def _check_cover(shards: Shards, world_size: int, found: Findings) -> None:
-    """The shards of every role make whole tensors; those of the optimizer and the reference fit the policy's."""
-    shapes = {}
+    """The shards of every role make whole tensors. A role with a damaged file has its reason already."""
     for directory in layout.SHARD_DIRS:
         of_role = {name: tensors for name, tensors in shards.items() if layout.shard_dir(name) == directory}
+        if not of_role or found.is_named(f"{directory}/"):
+            continue
         # A reference may be linked from a step that another number of ranks wrote.
-        shapes[directory], problems = cover_problems(of_role, None if directory == layout.REF_SHARDS else world_size)
+        ranks = None if directory == layout.REF_SHARDS else world_size
+        shapes, problems = cover_problems(of_role, ranks)
         found.reject("", *problems)
-    if found.reasons:
-        return
-    policy, reference = shapes[layout.ACTOR_SHARDS], shapes[layout.REF_SHARDS]
-    found.reject(layout.OPTIMIZER_SHARDS, *optimizer_problems(policy, shapes[layout.OPTIMIZER_SHARDS]))
-    if reference:
-        found.reject(layout.REF_SHARDS, *reference_problems(policy, reference))
+        if not problems:
+            found.shapes[directory] = shapes
+
+
+def _check_roles(manifest: Manifest, found: Findings) -> None:
+    """The tensors of the optimizer and of the reference fit those of the policy; what is damaged is left out."""
+    full = (layout.ACTOR, layout.OPTIMIZER, layout.REF)
+    names = layout.SHARD_DIRS if manifest.layout == layout.SHARDED else full
+    policy, optimizer, reference = (found.shapes.get(name) for name in names)
+    if policy is not None and optimizer is not None:
+        found.reject(names[1], *optimizer_problems(policy, optimizer))
+    if policy is not None and reference is not None:
+        found.reject(names[2], *reference_problems(policy, reference))
 
 
 def _check_state(folder: Path, manifest: Manifest, found: Findings) -> None:
@@ -295,8 +307,8 @@ def _check_state(folder: Path, manifest: Manifest, found: Findings) -> None:
     num_streams = len(state["rng_states"].get("per_rank", []))
     if num_streams < manifest.world_size:
         found.reject(layout.TRAINER_STATE, f"random streams of {num_streams} ranks, expected {manifest.world_size}")
+    optimizer = layout.OPTIMIZER_SHARDS if manifest.layout == layout.SHARDED else layout.OPTIMIZER
     counted = sorted(found.optimizer_steps)
-    if counted and counted != [float(state["num_updates"])]:
-        optimizer = layout.OPTIMIZER_SHARDS if manifest.layout == layout.SHARDED else layout.OPTIMIZER
-        numbers = ", ".join(f"{value:g}" for value in counted[:5])
+    if not found.is_named(optimizer) and counted != ([float(state["num_updates"])] if state["num_updates"] else []):
+        numbers = ", ".join(f"{value:g}" for value in counted[:5]) or "no"
         found.reject(optimizer, f"has counted {numbers} updates, the trainer's state {state['num_updates']}")

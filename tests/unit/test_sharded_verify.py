@@ -133,6 +133,14 @@ def test_an_optimizer_of_another_step(folder: Path):
     assert first_reason(folder) == "actor/optimizer: has counted 3 updates, the trainer's state 4"
 
 
+@pytest.mark.parametrize("role", layout.SHARD_DIRS)
+def test_damage_to_one_role_is_said_of_it_alone(folder: Path, role: str):
+    """A damaged reference can be had elsewhere: then nothing else may be wrong, and all else was looked at."""
+    path = folder / SECOND.format(role)
+    path.write_bytes(path.read_bytes()[:-1] + b"\xee")
+    assert [reason.partition(":")[0] for reason in verify(folder).reasons] == [SECOND.format(role)]
+
+
 def test_tensors_are_held_against_the_manifest(folder: Path):
     manifest = unsealed(folder)
     manifest["files"][MODEL[0]]["tensors"][0][1] = "bfloat16"

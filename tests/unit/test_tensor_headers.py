@@ -17,6 +17,7 @@ from keepstep.checkpoint.torch_zip import TorchZip
 from keepstep.checkpoint.verify import verify
 from keepstep.run import RunDir, read_json
 from tests.unit import builder
+from tests.unit.forging import reseal, unsealed
 
 
 def saved(path: Path, value: object) -> Archive:
@@ -83,3 +84,42 @@ def test_optimizer_of_another_step_is_named(tmp_path: Path):
     assert read_json(run.checkpoint(20) / layout.TRAINER_STATE)["num_updates"] == 3
     replace_optimizer(run, lambda saved: saved["state"]["norm.weight"].update(step=torch.tensor(2.0)))
     assert verify(run.checkpoint(20)).reasons == ["actor/optimizer.pt: has counted 2, 3 updates, the trainer's state 3"]
+
+
+def test_optimizer_without_counters_is_named(tmp_path: Path):
+    """C101: an optimizer that was emptied, under a manifest that lists no tensor of it."""
+    run = builder.run_in(tmp_path)
+    builder.write(run, 20)
+    folder = run.checkpoint(20)
+    torch.save({"state": {}, "param_groups": []}, folder / layout.OPTIMIZER)
+    manifest = unsealed(folder)
+    manifest["files"][layout.OPTIMIZER]["tensors"] = []
+    reseal(folder, **manifest)
+    assert verify(folder).reasons == ["actor/optimizer.pt: has counted no updates, the trainer's state 3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "part"),
+    [
+        (layout.OPTIMIZER, "exp_avg", "tensor state.norm.weight.exp_avg has the shape [4], its parameter [3]"),
+        (layout.REF, "", "tensor norm.weight is (4,), the policy's (3,)"),
+    ],
+)
+def test_roles_of_different_models_are_named(tmp_path: Path, name: str, key: str, part: str):
+    """C101: every digest fits and every tensor is listed; the optimizer or the reference is of another model."""
+    run = builder.run_in(tmp_path)
+    builder.write(run, 20)
+    folder = run.checkpoint(20)
+    value = torch.load(folder / name, weights_only=True)
+    if key:
+        value["state"]["norm.weight"][key] = torch.zeros(4)
+    else:
+        value["norm.weight"] = torch.zeros(4)
+    (folder / name).unlink()
+    torch.save(value, folder / name)
+    manifest = unsealed(folder)
+    for entry in manifest["files"][name]["tensors"]:
+        if entry[0] == (f"state.norm.weight.{key}" if key else "norm.weight"):
+            entry[2] = [4]
+    reseal(folder, **manifest)
+    assert verify(folder).reasons == [f"{name}: {part}"]
