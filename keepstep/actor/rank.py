@@ -86,13 +86,17 @@ class Rank:
             shards.check_names(model, set(state))
             shards.copy_chunks(dict(model.named_parameters()), state, self.spec.rank, self.spec.world_size)
 
-    def load_checkpoint(self, folder: str) -> None:
-        """Everything from a verified checkpoint of either layout, the reference from its own weights."""
-        path = Path(folder)
-        self._load(self.model, reader.read_role(path, reader.ACTOR))
+    def load_checkpoint(self, folder: str, staged: str | None = None) -> None:
+        """Everything from a verified checkpoint of either layout, the reference from its own weights.
+
+        Args:
+            staged: this node's own copy of the tensors that its ranks hold.
+        """
+        path, own = Path(folder), Path(staged) if staged else None
+        self._load(self.model, reader.read_role(path, reader.ACTOR, own))
         if self.reference is not None:
-            self._load(self.reference, reader.read_role(path, reader.REF))
-        moments = reader.read_role(path, reader.OPTIMIZER)
+            self._load(self.reference, reader.read_role(path, reader.REF, own))
+        moments = reader.read_role(path, reader.OPTIMIZER, own)
         targets = shards.optimizer_targets(self.model, self.optimizer, moments.names())
         moments.fill(targets, self.spec.rank, self.spec.world_size)
         shards.restore_param_groups(self.optimizer, reader.read_param_groups(path))

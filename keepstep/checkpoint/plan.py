@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from keepstep.checkpoint import layout
 from keepstep.checkpoint.history import uploaded_steps, verified_steps
 from keepstep.checkpoint.select import Candidate, order
 from keepstep.checkpoint.verify import REJECTED, Verdict, verify
@@ -42,6 +43,8 @@ class ResumePlan:
     newest: int | None = None
     """Newest step that stands anywhere."""
     steps_given_up: int = 0
+    repair: bool = False
+    """Only its reference is damaged, which other places hold as well: it is mended before anything is loaded."""
     avoided_multiple: int | None = None
     """A multiple that lost its precedence because attempts kept beginning there."""
     rejections: list[Rejection] = field(default_factory=list)
@@ -56,7 +59,8 @@ class ResumePlan:
         if self.step is None:
             return [*lines, f"begins at step 0: {self.reason}"]
         lost = f"; newest is {self.newest}: {self.steps_given_up} steps given up" if self.steps_given_up else ""
-        return [*lines, f"resumes at step {self.step} ({self.source}, verified, {self.reason}{lost})"]
+        state = "its reference is damaged and will be mended" if self.repair else "verified"
+        return [*lines, f"resumes at step {self.step} ({self.source}, {state}, {self.reason}{lost})"]
 
 
 def plan(
@@ -101,12 +105,14 @@ def plan(
     usable: dict[Candidate, bool] = {}
     for candidate, reason in ordered:
         verdict = _verify(run, candidate, remote, expected_run_id)
-        usable[candidate] = verdict.resumable
-        if not verdict.resumable:
+        repairable = candidate.source == "local" and only_reference_damaged(verdict)
+        usable[candidate] = verdict.resumable or repairable
+        if not usable[candidate]:
             reasons = "; ".join(verdict.reasons) or verdict.state
             found.rejections.append(Rejection(candidate.step, candidate.source, reasons))
             continue
         found.step, found.source, found.reason = candidate.step, candidate.source, reason
+        found.repair = repairable
         found.newest = max(step for step in (c.step for c in candidates if usable.get(c, True)))
         found.steps_given_up = found.newest - candidate.step
         if stuck_at is not None and candidate.step % prefer_multiple:
@@ -125,6 +131,12 @@ def plan(
             "Bring one back, or start a new run in another trainer.output_dir; this one is not started over.",
         )
     return found
+
+
+def only_reference_damaged(verdict: Verdict) -> bool:
+    """Whether everything that is wrong with a checkpoint of ours is its `ref/`, which is the same in every step."""
+    where = f"{layout.REF_DIR}/"
+    return verdict.manifest is not None and bool(verdict.reasons) and all(r.startswith(where) for r in verdict.reasons)
 
 
 def find_stuck(events: list[Event], prefer_multiple: int) -> int | None:

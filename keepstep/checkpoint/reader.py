@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,10 +54,26 @@ class FullFile:
         return self._tensors
 
 
+class _ShardReader(HuggingFaceStorageReader):
+    """Reads headers where all shards are, and tensors from the staged copy of those that have one."""
+
+    def __init__(self, path: Path, staged: Path | None) -> None:
+        super().__init__(str(path))
+        self._staged = staged
+
+    def read_metadata(self) -> Any:
+        found = super().read_metadata()
+        for index, info in found.storage_data.items():
+            copy = self._staged / Path(info.relative_path).name if self._staged else None
+            if copy is not None and copy.exists():
+                found.storage_data[index] = replace(info, relative_path=str(copy))
+        return found
+
+
 class ShardFolder:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    def __init__(self, path: Path, staged: Path | None = None) -> None:
+        self._path, self._staged = path, staged
+        self._found = self._reader().read_metadata().state_dict_metadata
 
     def names(self) -> set[str]:
         return set(self._found)
@@ -66,7 +83,7 @@ class ShardFolder:
         with warnings.catch_warnings():
             # It warns that one process alone is meant, which is what `no_dist` says.
             warnings.simplefilter("ignore")
-            dcp.load(dict(targets), storage_reader=HuggingFaceStorageReader(str(self._path)), no_dist=True)
+            dcp.load(dict(targets), storage_reader=self._reader(), no_dist=True)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found: Mapping[str, Any] = self._found
@@ -74,20 +91,23 @@ class ShardFolder:
         self.fill(whole, 0, 1)
         return whole
 
+    def _reader(self) -> _ShardReader:
+        return _ShardReader(self._path, self._staged)
 
-def read_role(folder: Path, role: str) -> Source:
-    """The tensors of `actor`, `optimizer` or `ref`.
+
+def read_role(folder: Path, role: str, staged: Path | None = None) -> Source:
+    """The tensors of `actor`, `optimizer` or `ref`; from `staged` what this node has of its own.
 
     Raises:
         CheckpointError: they cannot be loaded (`weights_only=True` for what is pickled).
     """
     if (folder / ROLE_FILES[role]).exists():
-        value = read_file(folder / ROLE_FILES[role])
+        value = read_file((staged or folder) / ROLE_FILES[role])
         return FullFile(_flat_state(value["state"]) if role == OPTIMIZER else value)
     if not (folder / ROLE_DIRS[role]).is_dir():
         raise CheckpointError(f"{folder} has neither {ROLE_FILES[role]} nor {ROLE_DIRS[role]}.", _remedy(folder))
     try:
-        return ShardFolder(folder / ROLE_DIRS[role])
+        return ShardFolder(folder / ROLE_DIRS[role], staged / ROLE_DIRS[role] if staged else None)
     except Exception as error:
         raise CheckpointError(f"{folder / ROLE_DIRS[role]} cannot be loaded: {error}", _remedy(folder)) from error
 

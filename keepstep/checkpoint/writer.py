@@ -89,7 +89,9 @@ def save(
     except Exception as error:
         discard(request)
         # torch.save answers a full disk with an error of its own, in whose context the system's stands.
-        raise no_room_cause(error) or error
+        if (cause := no_room_cause(error)) is not None:
+            raise cause from None
+        raise
 
 
 def begin(request: SaveRequest, num_bytes: int) -> Path:

@@ -236,6 +236,8 @@ class ResumeConfig(Section):
     prefer_multiple: PositiveInt = 100
     max_rewind_steps: NonNegativeInt | None = None
     """Most steps that preferring a multiple may give up; None: no bound."""
+    stage_dir: str | None = None
+    """A folder on every node's own disk: a resume copies there what the node's ranks load. None: they load in place."""
     allow: list[str] = []
     """Contract fields whose change is accepted for this start; the waiver is written into the run."""
 

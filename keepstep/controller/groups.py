@@ -35,9 +35,20 @@ class RankGroup:
     def load_initial(self, model_dir: str) -> None:
         self._all("loading the model", self._timeouts.start_s, lambda actor, _: actor.load_initial.remote(model_dir))
 
-    def load_checkpoint(self, folder: str) -> None:
+    def load_checkpoint(self, folder: str, staged: Sequence[str | None]) -> None:
+        """
+        Args:
+            staged: per rank, its node's own copy.
+        """
         what = f"loading {folder}"
-        self._all(what, self._timeouts.start_s, lambda actor, _: actor.load_checkpoint.remote(folder))
+        self._all(what, self._timeouts.start_s, lambda actor, rank: actor.load_checkpoint.remote(folder, staged[rank]))
+
+    def by_node(self) -> dict[str, list[int]]:
+        """Ranks by the node that they run on."""
+        found: dict[str, list[int]] = {}
+        for rank, identity in enumerate(self.identities):
+            found.setdefault(identity["node_id"], []).append(rank)
+        return found
 
     def log_probs(self, shards: Sequence[Batch]) -> list[dict[str, np.ndarray]]:
         return self._step("log-probs", lambda actor, rank: actor.log_probs.remote(shards[rank]))

@@ -9,15 +9,20 @@ import platform
 import sys
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import keepstep
 from keepstep import reaper
 from keepstep.attempts import Attempt, end_attempt
 from keepstep.checkpoint import layout
+from keepstep.checkpoint.digest import FileDigest
 from keepstep.checkpoint.inventory import waiting_steps
+from keepstep.checkpoint.manifest import parse
 from keepstep.checkpoint.plan import Rejection, ResumePlan
 from keepstep.checkpoint.publish import point, quarantine, sweep_temporaries
+from keepstep.checkpoint.repair import Fetch, from_disk, from_model, mend_reference
+from keepstep.checkpoint.verify import verify
 from keepstep.config.load import to_yaml
 from keepstep.config.schema import RunConfig
 from keepstep.controller.finishing import finish
@@ -43,9 +48,10 @@ from keepstep.processes import ProcessRef
 from keepstep.quickstart.make import made_path
 from keepstep.run import RunDir, write_atomic, write_json
 from keepstep.storage.protocol import DamagedObjectError
-from keepstep.storage.remote import sweep_downloads
+from keepstep.storage.remote import object_key, sweep_downloads
 
 Record = dict[str, Any]
+NO_REFERENCE = "its reference is damaged, and neither this disk, nor the model, nor the store has it whole"
 MAX_NUMBERS = 10
 """Attempt numbers that a start tries before it leaves the run to the other machines that start at the same time."""
 
@@ -207,7 +213,7 @@ class Session:
         """Act on the plan: set aside what failed its verification, fetch the choice from the store if need be."""
         # Aside first: the store's copy of a damaged step goes where that one stands.
         self._set_aside(self.start.plan.rejections)
-        chosen = self._fetch(self.start.plan)
+        chosen = self._make_ready(self.start.plan)
         self._set_aside(chosen.rejections[len(self.start.plan.rejections) :])
         self.attempt.check()
         sweep_downloads(self.run)
@@ -230,17 +236,47 @@ class Session:
             if rejection.source == "local" and folder.exists():
                 quarantine(self.run, folder, rejection.step, "failed-verification", self.attempt.check)
 
-    def _fetch(self, chosen: ResumePlan) -> ResumePlan:
-        """Bring the choice here if the store has it; one that arrives damaged is passed over for the next best."""
-        while chosen.step is not None and chosen.source == "s3":
-            try:
-                self.start.remote.download(chosen.step, self.run, self.attempt.check)
-                self.events.emit("checkpoint_downloaded", step=chosen.step)
-                break
-            except (CheckpointError, DamagedObjectError) as error:
-                passed_over = [*chosen.rejections, Rejection(chosen.step, "s3", error.message)]
-                chosen = self._plan_again(passed_over)
+    def _make_ready(self, chosen: ResumePlan) -> ResumePlan:
+        """Have the choice whole on disk; one that cannot be is passed over for the next best."""
+        while chosen.step is not None and (problem := self._obstacle(chosen, chosen.step)):
+            passed_over = [*chosen.rejections, Rejection(chosen.step, chosen.source or "local", problem)]
+            chosen = self._plan_again(passed_over)
         return chosen
+
+    def _obstacle(self, chosen: ResumePlan, step: int) -> str:
+        """Fetch or mend what was chosen; why that did not succeed, or nothing."""
+        if chosen.repair:
+            return "" if self._mend(step) else NO_REFERENCE
+        if chosen.source == "s3":
+            try:
+                self.start.remote.download(step, self.run, self.attempt.check)
+            except (CheckpointError, DamagedObjectError) as error:
+                return error.message
+            self.events.emit("checkpoint_downloaded", step=step)
+        return ""
+
+    def _mend(self, step: int) -> bool:
+        """Mend the reference of a step that is whole otherwise; whether it verifies now."""
+        manifest = parse((self.run.checkpoint(step) / layout.MANIFEST).read_bytes())
+        model_dir = made_path(self.config.actor_rollout_ref.model.path, self.run)
+        sources = {"disk": from_disk(self.run), "model": from_model(model_dir, manifest)}
+        if self.start.remote is not None:
+            sources["store"] = self._from_store(step)
+        mended = mend_reference(self.run, manifest, sources, self.attempt.check)
+        for name, source in mended.items():
+            self.events.emit("reference_mended", step=step, file=name, source=source)
+        return verify(self.run.checkpoint(step), expected_run_id=manifest.run_id, expected_step=step).resumable
+
+    def _from_store(self, step: int) -> Fetch:
+        def fetch(name: str, digest: FileDigest, target: Path) -> bool:
+            try:
+                self.start.remote.store.get_file(object_key(step, name, digest), target, digest)
+            except StorageError as error:
+                logger.warning("%s is not to be had from the store: %s", name, error.message)
+                return False
+            return True
+
+        return fetch
 
     def _plan_again(self, passed_over: Sequence[Rejection]) -> ResumePlan:
         start = self.start

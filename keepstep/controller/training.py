@@ -11,6 +11,7 @@ from keepstep.controller.cluster import NUM_ENGINES, Cluster
 from keepstep.controller.groups import EngineGroup, RankGroup
 from keepstep.controller.reporting import Reporter, logger
 from keepstep.controller.saver import SaveContext, Saver, Writers
+from keepstep.controller.staging import staged
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
 from keepstep.controller.writers import FullWriter, ShardWriters
@@ -47,7 +48,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
             supervisor = Supervisor(session.leaving.check)
             ranks, engines, saver = start_workers(session, chosen, cluster, supervisor, device)
             train_set, val_set, tokenizer = data.result(timeout=session.config.timeouts.start_s)
-        state = load_state(session, chosen, ranks)
+        state = load_state(session, chosen, ranks, supervisor)
         saver.context.num_rows = len(train_set)
         reporter = Reporter(session.run, session.events, session.start.total_steps)
         parts = build_parts(session, ranks, engines, saver, (train_set, val_set, tokenizer), reporter)
@@ -170,14 +171,18 @@ def load_data(session: Session, model_files: str) -> tuple[Any, Any, Any]:
     return train_set, val_set, tokenizer
 
 
-def load_state(session: Session, chosen: ResumePlan, ranks: RankGroup) -> TrainState:
+def load_state(session: Session, chosen: ResumePlan, ranks: RankGroup, supervisor: Supervisor) -> TrainState:
     """Weights, optimizer, scheduler and random streams into the ranks; the counters come back."""
     if chosen.step is None:
         ranks.load_initial(session.model_files(None))
         logger.info("starting at step 0 of %d, learning rate %g", session.start.total_steps, ranks.learning_rate())
         return TrainState()
     folder = session.run.checkpoint(chosen.step)
-    ranks.load_checkpoint(str(folder))
+    config = session.config
+    with staged(
+        folder, config.resume.stage_dir, session.record["run_id"], ranks, supervisor, config.timeouts.start_s
+    ) as copies:
+        ranks.load_checkpoint(str(folder), copies)
     record = read_json(folder / layout.TRAINER_STATE)
     state = TrainState.from_record(record)
     logger.info(

@@ -47,8 +47,8 @@ class RankWorker(Worker):
     def load_initial(self, model_dir: str) -> None:
         self._rank.load_initial(model_dir)
 
-    def load_checkpoint(self, folder: str) -> None:
-        self._rank.load_checkpoint(folder)
+    def load_checkpoint(self, folder: str, staged: str | None) -> None:
+        self._rank.load_checkpoint(folder, staged)
 
     def log_probs(self, batch: Any) -> Any:
         return self._rank.log_probs(batch)

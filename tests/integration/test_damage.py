@@ -41,7 +41,10 @@ def test_damaged_step_comes_back_from_the_store(workspace: Path, reference: Driv
 
 
 def test_four_kinds_of_damage(workspace: Path, reference: Driver):
-    """C61, C64, C65, C73: flipped byte, truncated file, missing file, another step's manifest."""
+    """C61, C64, C65, C73: flipped byte, truncated file, missing file, another step's manifest.
+
+    The step that is left has a damaged reference, which another step's copy mends.
+    """
     copy = Driver(workspace / "damaged", [*OVERRIDES, "s3.embedded=false"], command="train")
     shutil.copytree(reference.run.root, copy.run.root, symlinks=True)
     copy.run.result.unlink()
@@ -51,7 +54,8 @@ def test_four_kinds_of_damage(workspace: Path, reference: Driver):
     flip(copy.run.checkpoint(44) / layout.ACTOR)
     truncated = copy.run.checkpoint(40) / layout.OPTIMIZER
     truncated.write_bytes(truncated.read_bytes()[:-1000])
-    (copy.run.checkpoint(35) / layout.REF).unlink()
+    (copy.run.checkpoint(35) / layout.SCHEDULER).unlink()
+    flip(copy.run.checkpoint(25) / layout.REF)
     shutil.copyfile(copy.run.checkpoint(20) / layout.MANIFEST, copy.run.checkpoint(30) / layout.MANIFEST)
 
     assert copy.run_to_end() == 0, copy.tail()
@@ -60,11 +64,12 @@ def test_four_kinds_of_damage(workspace: Path, reference: Driver):
     assert sorted(rejected) == [30, 35, 40, 44]
     assert "actor/pytorch_model.bin: part 0 has SHA-256" in rejected[44]
     assert "actor/optimizer.pt:" in rejected[40] and "bytes, expected" in rejected[40]
-    assert "ref/pytorch_model.bin: missing" in rejected[35]
+    assert "actor/scheduler.pt: missing" in rejected[35]
     assert "manifest.json: is of step 20, the folder is step_30" in rejected[30]
     assert sorted(path.name for path in copy.run.quarantine.iterdir()) == [
         f"step_{step}.failed-verification.1" for step in (30, 35, 40, 44)
     ]
     assert [e["step"] for e in copy.events() if e["event"] == "resumed"] == [25]
+    assert [(e["step"], e["source"]) for e in copy.events() if e["event"] == "reference_mended"] == [(25, "disk")]
     final = RunDir.at(copy.run.root).checkpoint(44)
     assert differences(final, reference.run.checkpoint(44)) == []
