@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: run test lint setup clean test-unit test-integration test-gpu exact bench-commands chaos help
+.PHONY: run test lint setup clean test-unit test-integration test-gpu exact bench-checkpoint bench-commands chaos help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -34,11 +34,14 @@ test-integration: setup  ## whole tiny runs
 test-gpu: setup  ## on a machine with a CUDA device
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
 
-exact-%: setup  ## one kill by itself: rank, engine, controller, writer, flow, epoch_end, everything, store
-	$(BIN)/python -m pytest tests/integration/test_single_kills.py -m long -k "test_kill[$*]" $(ARGS)
+exact-%: setup  ## one kill by itself: rank, engine, controller, writer, flow, epoch_end, everything, store, sharded
+	$(BIN)/python -m pytest tests/integration/test_single_kills.py -m long -k "test_kill[$*] or test_$*" $(ARGS)
 
 exact: setup  ## all single kills, some fifteen minutes
 	$(BIN)/python -m pytest tests/integration/test_single_kills.py -m long $(ARGS)
+
+bench-checkpoint: setup  ## what a save costs training, against torch.save and torch.distributed.checkpoint
+	$(BIN)/python -m benchmarks.checkpoint
 
 bench-commands: setup  ## process time of verify --quick, plan, ls
 	$(BIN)/python -m benchmarks.commands

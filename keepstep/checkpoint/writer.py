@@ -149,8 +149,14 @@ def finish(request: SaveRequest, snapshots: Sequence[RankSnapshot], written: Wri
 
 
 def begin_sharded(request: SaveRequest, snapshot: RankSnapshot, reference: Sequence[ReferenceSnapshot] | None) -> None:
-    """`begin`, judged by the first rank's shards: no other rank has more."""
-    begin(request, request.world_size * (snapshot_bytes(open_snapshot(snapshot)) + reference_bytes(reference)))
+    """`begin`, judged by the first rank's shards (no other rank has more), with a folder for every role.
+
+    One process makes the folders: where all ranks make the same one at once, some parallel filesystems fail.
+    """
+    own_bytes = snapshot_bytes(open_snapshot(snapshot)) + reference_bytes(reference)
+    folder = begin(request, request.world_size * own_bytes)
+    for role_dir in layout.shard_dirs(request.has_reference):
+        (folder / role_dir).mkdir(parents=True)
 
 
 def finish_sharded(request: SaveRequest, snapshots: Sequence[RankSnapshot], parts: Sequence[Written]) -> SaveResult:

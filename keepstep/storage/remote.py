@@ -367,7 +367,9 @@ def _keep_only(folder: Path, names: set[str]) -> None:
 
 def same_tensors(first: Manifest, second: Manifest) -> bool:
     """Whether two checkpoints hold the same tensor files; counters of time and attempt may differ."""
-    trees = [{name: m.files[name].tree for name in layout.TENSOR_FILES if name in m.files} for m in (first, second)]
+    trees = [
+        {name: digest.tree for name, digest in m.files.items() if layout.holds_tensors(name)} for m in (first, second)
+    ]
     return trees[0] == trees[1]
 
 

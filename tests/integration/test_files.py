@@ -81,6 +81,17 @@ def test_manifest_and_state(reference: Driver):
     assert len(state["rng_states"]["per_rank"]) == 2
 
 
+def test_saving_and_validating_on_the_same_step(reference: Driver):
+    """C25, C26, C38: it works, the checkpoint carries the metric, others carry none; the last step is always saved."""
+    metrics = {step: parse((reference.run.checkpoint(step) / layout.MANIFEST).read_bytes()).metrics
+               for step in reference.run.steps()}  # fmt: skip
+    assert sorted(metrics) == [*range(5, 41, 5), TOTAL_STEPS]
+    validated = {step: found["val/reward/mean"] for step, found in metrics.items() if "val/reward/mean" in found}
+    assert sorted(validated) == [20, 40]
+    best = max(validated, key=lambda step: (validated[step], step))
+    assert reference.run.best_link.readlink().name == f"step_{best}"
+
+
 def test_train_log(reference: Driver):
     """The count of rows, every setting, the seed, the learning rate of each step."""
     log = reference.run.train_log(1).read_text()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.checkpoint import layout
+from keepstep.checkpoint.convert import convert
 from tests.integration.compare import differences
 from tests.integration.conftest import OVERRIDES, TOTAL_STEPS
 from tests.integration.driver import Driver, wait_until_gone
@@ -87,5 +89,23 @@ def test_kill(workspace: Path, reference: Driver, scenario: Callable[[Driver], N
     scenario(hit)
     assert hit.wait(240) == 0, hit.tail()
     assert differences(hit.run.checkpoint(TOTAL_STEPS), reference.run.checkpoint(TOTAL_STEPS)) == []
+    assert hit.rewards() == reference.rewards()
+    assert wait_until_gone(hit.all_processes()) == []
+
+
+def test_sharded(workspace: Path, reference: Driver):
+    """Layout `sharded`, a rank and then a writer killed: the same training as the undisturbed run of layout `full`."""
+    hit = Driver(workspace / "sharded", [*OVERRIDES, "checkpoint.layout=sharded"])
+    hit.start()
+    hit.wait_for_verified(10)
+    hit.kill("rank", 1)
+    hit.wait_for(
+        "attempt 2 saved", lambda events: any(e["attempt"] == 2 and e["event"] == "checkpoint_saved" for e in events)
+    )
+    hit.kill("writer", 1)
+    assert hit.wait(240) == 0, hit.tail()
+    assert any(event["event"] == "recovered" for event in hit.events())
+    full = convert(hit.run.checkpoint(TOTAL_STEPS), workspace / f"step_{TOTAL_STEPS}", layout.FULL)
+    assert differences(full, reference.run.checkpoint(TOTAL_STEPS)) == []
     assert hit.rewards() == reference.rewards()
     assert wait_until_gone(hit.all_processes()) == []

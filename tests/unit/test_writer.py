@@ -12,6 +12,7 @@ from keepstep.checkpoint.manifest import parse
 from keepstep.checkpoint.publish import point
 from keepstep.checkpoint.reader import ACTOR, OPTIMIZER, read_role
 from keepstep.checkpoint.verify import verify
+from keepstep.checkpoint.writer import begin_sharded, temporary_folder
 from keepstep.errors import ExactnessError, FencedError
 from keepstep.run import read_json, write_json
 from tests.unit import builder
@@ -129,9 +130,29 @@ def test_latest_is_a_relative_link_and_a_text(tmp_path: Path):
     assert (moved / "checkpoints" / "latest.txt").read_text() == "step_20\n"
 
 
+def test_one_writer_makes_the_folders_of_all(tmp_path: Path):
+    """C22, C23: before any rank's writer begins, by one process."""
+    run = builder.run_in(tmp_path)
+    request = builder.request(run, 20, layout=layout.SHARDED)
+    begin_sharded(request, builder.snapshots(20)[0], builder.references())
+    folder = temporary_folder(request)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) == [
+        "actor", "actor/model", "actor/optimizer", "ref", "ref/model",
+    ]  # fmt: skip
+
+
+def test_tokenizer_is_written_by_one(tmp_path: Path):
+    """C31: the writer alone writes what all ranks have in common."""
+    run = builder.run_in(tmp_path)
+    builder.write(run, 20)
+    assert [path.name for path in (run.checkpoint(20) / layout.TOKENIZER_DIR).iterdir()] == ["config.json"]
+
+
 def test_trainer_state_is_plain_json(tmp_path: Path):
+    """C41: the random streams of all ranks stand in one file that one process writes."""
     run = builder.run_in(tmp_path)
     builder.write(run, 20)
     state = json.loads((run.checkpoint(20) / layout.TRAINER_STATE).read_text())
     assert state["global_step"] == 20
+    assert len(state["rng_states"]["per_rank"]) == 2
     assert set(state["rng_states"]) == {"python", "numpy", "torch", "cuda", "per_rank"}
