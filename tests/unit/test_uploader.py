@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from keepstep.attempts import Attempt
+from keepstep.cli.transfer import CONFIG_VARIABLE
+from keepstep.cli.transfer import _configs as configs_of
 from keepstep.config.load import load
 from keepstep.controller import uploader
 from keepstep.controller.children import ChildResult, run_command
@@ -92,3 +94,12 @@ def test_lines_of_a_child_are_seen_and_those_taken_are_left_out(attempt: Attempt
     assert "".join(seen).startswith("usage")
     assert found.stderr
     assert not found.stderr.startswith("usage")
+
+
+def test_upload_process_gets_the_settings_of_this_start(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """config.yaml holds those of the first start."""
+    queue, _ = start(attempt, monkeypatch, None)
+    monkeypatch.setenv(CONFIG_VARIABLE, queue._environment[CONFIG_VARIABLE])
+    config = load("quickstart", [f"trainer.output_dir={attempt.run.root}"])
+    assert configs_of(attempt.run) == (config.s3, config.checkpoint)
+    queue.drain(10)
