@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -82,15 +83,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(commands: argparse._SubParsersAction, name: str, command: Command, text: str) -> argparse.ArgumentParser:
+def _add(commands: argparse._SubParsersAction, name: str, address: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    parser.set_defaults(command=command, takes_overrides=False)
+    parser.set_defaults(command=_imported_late(address), takes_overrides=False)
     return parser
 
 
 def _add_training(commands: argparse._SubParsersAction) -> None:
-    run = _add(commands, "run", _run, "train a run to its end, or go on with it: the whole Prefect flow")
-    train = _add(commands, "train", _train, "the trainer alone, without Prefect")
+    run = _add(commands, "run", "run_command.main", "train a run to its end, or go on with it: the whole Prefect flow")
+    train = _add(commands, "train", "train_command.main", "the trainer alone, without Prefect")
     for parser in (run, train):
         parser.set_defaults(takes_overrides=True)
         parser.usage = f"{parser.prog} [--config NAME|FILE] [--dry-run] [options] [key=value ...]"
@@ -107,19 +108,21 @@ def _add_training(commands: argparse._SubParsersAction) -> None:
     # Arguments by which another process starts a trainer; not for people.
     for hidden in ("--from-env", "--events-stdout", "--watch-stdin"):
         train.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
-    page = _add(commands, "ui", _ui, "keep the Prefect page of a run open")
+    page = _add(commands, "ui", "run_command.ui", "keep the Prefect page of a run open")
     page.add_argument(
         "path", nargs="?", default=".", metavar="RUN", help="a run's folder, or the folder that holds runs"
     )
 
 
 def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
-    check = _add(commands, "verify", _verify, "is this checkpoint whole? exit 0 good, 1 bad")
+    check = _add(commands, "verify", "verify_command.main", "is this checkpoint whole? exit 0 good, 1 bad")
     check.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint's folder or s3:// address")
     check.add_argument("--quick", action="store_true", help="sizes and headers only, the content is not read")
     check.add_argument("--json", action="store_true", help="one JSON object, a list of them for several paths")
-    listing = _add(commands, "ls", _list, "the checkpoints of a run with their state here and in the store")
-    decision = _add(commands, "plan", _plan, "where the next start goes on, and why")
+    listing = _add(
+        commands, "ls", "inspect_commands.ls_command", "the checkpoints of a run with their state here and in the store"
+    )
+    decision = _add(commands, "plan", "inspect_commands.plan_command", "where the next start goes on, and why")
     for parser in (listing, decision):
         parser.add_argument("run", metavar="RUN", help="the run's folder")
         parser.add_argument(
@@ -129,7 +132,7 @@ def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_conversion(commands: argparse._SubParsersAction) -> None:
-    convert = _add(commands, "convert", _convert, "a checkpoint in the other layout, as a new folder")
+    convert = _add(commands, "convert", "convert_command.main", "a checkpoint in the other layout, as a new folder")
     convert.add_argument("source", metavar="SOURCE", help="a checkpoint's folder")
     convert.add_argument("target", metavar="TARGET", help="the new folder")
     convert.add_argument("--layout", choices=("full", "sharded"), required=True, help="what TARGET is to have")
@@ -137,22 +140,22 @@ def _add_conversion(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_retention(commands: argparse._SubParsersAction) -> None:
-    prune = _add(commands, "prune", _prune, "delete the checkpoints on disk that no rule keeps")
+    prune = _add(commands, "prune", "retention_commands.prune", "delete the checkpoints on disk that no rule keeps")
     prune.add_argument("run", metavar="RUN", help="the run's folder")
     prune.add_argument("--dry-run", action="store_true", help="say which would go and why, delete nothing")
     prune.add_argument("--json", action="store_true", help="one JSON object")
-    pin = _add(commands, "pin", _pin, "keep a step for ever")
+    pin = _add(commands, "pin", "retention_commands.pin", "keep a step for ever")
     pin.add_argument("run", metavar="RUN", help="the run's folder")
     pin.add_argument("step", type=int, metavar="STEP", help="which one")
     pin.add_argument("--remove", action="store_true", help="let the rules decide over it again")
 
 
 def _add_store(commands: argparse._SubParsersAction) -> None:
-    upload = _add(commands, "upload", _upload, "bring a checkpoint into the run's store")
+    upload = _add(commands, "upload", "transfer.upload", "bring a checkpoint into the run's store")
     upload.add_argument("run", metavar="RUN", help="the run's folder")
     upload.add_argument("--step", type=int, metavar="N", help="which one (default: the newest)")
     upload.add_argument("--attempt", type=int, help=argparse.SUPPRESS)
-    download = _add(commands, "download", _download, "bring a checkpoint from the run's store, verified")
+    download = _add(commands, "download", "transfer.download", "bring a checkpoint from the run's store, verified")
     download.add_argument("run", metavar="RUN", help="the run's folder")
     download.add_argument("--step", type=int, metavar="N", required=True, help="which one")
     for parser in (upload, download):
@@ -161,7 +164,9 @@ def _add_store(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
-    export = _add(commands, "export", _export, "a checkpoint as a Hugging Face folder, checked by loading it")
+    export = _add(
+        commands, "export", "export_command.main", "a checkpoint as a Hugging Face folder, checked by loading it"
+    )
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's checkpoints/latest")
     export.add_argument("out", nargs="?", metavar="OUT", help="the new folder (default: the run's export/step_<N>)")
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="precision")
@@ -171,7 +176,9 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
 def _add_dataset(commands: argparse._SubParsersAction) -> None:
     dataset = commands.add_parser("dataset", help="parquet data sets", allow_abbrev=False)
     actions = dataset.add_subparsers(metavar="ACTION", required=True)
-    check = _add(actions, "check", _dataset_check, "count the rows of parquet files, held against what is expected")
+    check = _add(
+        actions, "check", "dataset_command.check", "count the rows of parquet files, held against what is expected"
+    )
     check.add_argument("files", nargs="+", metavar="FILES", help="paths, globs or s3:// addresses")
     expected = check.add_mutually_exclusive_group()
     expected.add_argument("--run", metavar="RUN", help="a run's folder: its record of the first start")
@@ -185,82 +192,15 @@ def _destination(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _run(args: argparse.Namespace, settings: list[str]) -> int:
-    from keepstep.cli import run_command
+def _imported_late(address: str) -> Command:
+    """The command `<module>.<function>` of `keepstep.cli`; its module is imported when it runs."""
+    module, _, function = address.partition(".")
 
-    return run_command.main(args, settings)
+    def command(args: argparse.Namespace, settings: list[str]) -> int:
+        found = getattr(importlib.import_module(f"keepstep.cli.{module}"), function)
+        return found(args, settings) if args.takes_overrides else found(args)
 
-
-def _train(args: argparse.Namespace, settings: list[str]) -> int:
-    from keepstep.cli import train_command
-
-    return train_command.main(args, settings)
-
-
-def _ui(args: argparse.Namespace, _: list[str]) -> int:
-    from keepstep.cli import run_command
-
-    return run_command.ui(args)
-
-
-def _verify(args: argparse.Namespace, _: list[str]) -> int:
-    from keepstep.cli import verify_command
-
-    return verify_command.main(args)
-
-
-def _list(args: argparse.Namespace, _: list[str]) -> int:
-    from keepstep.cli import inspect_commands
-
-    return inspect_commands.ls_command(args)
-
-
-def _plan(args: argparse.Namespace, _: list[str]) -> int:
-    from keepstep.cli import inspect_commands
-
-    return inspect_commands.plan_command(args)
-
-
-def _convert(args: argparse.Namespace, _: list[str]) -> int:
-    from keepstep.cli import convert_command
-
-    return convert_command.main(args)
-
-
-def _prune(args: argparse.Namespace, _: list[str]) -> int:
-    from keepstep.cli import retention_commands
-
-    return retention_commands.prune(args)
-
-
-def _pin(args: argparse.Namespace, _: list[str]) -> int:
-    from keepstep.cli import retention_commands
-
-    return retention_commands.pin(args)
-
-
-def _upload(args: argparse.Namespace, _: list[str]) -> int:
-    from keepstep.cli import transfer
-
-    return transfer.upload(args)
-
-
-def _download(args: argparse.Namespace, _: list[str]) -> int:
-    from keepstep.cli import transfer
-
-    return transfer.download(args)
-
-
-def _export(args: argparse.Namespace, _: list[str]) -> int:
-    from keepstep.cli import export_command
-
-    return export_command.main(args)
-
-
-def _dataset_check(args: argparse.Namespace, _: list[str]) -> int:
-    from keepstep.cli import dataset_command
-
-    return dataset_command.check(args)
+    return command
 
 
 if __name__ == "__main__":

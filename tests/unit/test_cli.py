@@ -170,12 +170,12 @@ def test_ls(copy: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan(copy: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     status, found, _ = answer(capsys, "plan", str(copy.root))
     assert (status, found["step"], found["newest"], found["steps_given_up"]) == (0, 100, 140, 40)
-    flip(copy.checkpoint(100) / layout.REF)
+    flip(copy.checkpoint(100) / layout.SCHEDULER)
     status, found, _ = answer(capsys, "plan", str(copy.root))
     assert (status, found["step"], [entry["step"] for entry in found["rejections"]]) == (0, 140, [100])
     assert main(["plan", str(copy.root)]) == 0
     printed = capsys.readouterr().out
-    assert "step 100 (local) rejected: ref/pytorch_model.bin" in printed and "resumes at step 140" in printed
+    assert "step 100 (local) rejected: actor/scheduler.pt" in printed and "resumes at step 140" in printed
 
 
 def test_plan_knows_what_the_store_confirmed(copy: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
