@@ -127,12 +127,11 @@ def endless() -> dict[str, bytes]:
     return {
         "itself": b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.",
         "a dict of doubled dicts": b"\x80\x02}q\x00" + dicts + b".",
-        "doubled tuples as a key": b"\x80\x02}" + tuples[2:] + b"}s.",
+        "doubled tuples as a key": tuples + b"}h\x3c}s.",
         "doubled tuples as a storage": tuples + b"Q.",
         "doubled tuples as a function": tuples + b")R.",
-        "doubled tuples as a storage's key": b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
-        + tuples[2:]
-        + b"X\x03\x00\x00\x00cpuK\x01tQ.",
+        "doubled tuples as a storage's key": tuples
+        + b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nh\x3cX\x03\x00\x00\x00cpuK\x01tQ.",
         "many opcodes": b"\x80\x02" + b"]0" * 1024**2 + b"N.",
     }
 
@@ -286,6 +285,17 @@ def test_json_that_readers_disagree_about(folder: Path, verl: Path, kind: str) -
     rejected(folder, layout.MANIFEST)
     (verl / "actor" / "fsdp_config.json").write_bytes(content)
     rejected(verl, "actor/fsdp_config.json")
+
+
+@pytest.mark.parametrize("first", ['"global_step": 20', '"metrics": {"a": 1e999}', '"extra": NaN'])
+def test_a_sound_state_with_one_of_them_in_it(folder: Path, first: str) -> None:
+    """Everything else is in order, so only the reading itself can say it."""
+    content = (folder / layout.TRAINER_STATE).read_bytes()
+    if "metrics" in first:
+        content = content.replace(b'"metrics"', b'"others"')
+    forge(folder, layout.TRAINER_STATE, b"{" + first.encode() + b"," + content.lstrip()[1:])
+    (reason,) = rejected(folder, layout.TRAINER_STATE).reasons
+    assert any(words in reason for words in ("duplicate key", "too large for a number", "NaN is not JSON"))
 
 
 @pytest.mark.parametrize("target", ["../../manifest.json", "/etc/passwd", "..", "a/../../b", "a\\..\\b", ""])

@@ -187,6 +187,11 @@ def test_headers_that_are_none(folder: Path, content: bytes):
     assert first_reason(folder).startswith(f"{MODEL[0]}: ")
 
 
+def test_bytes_behind_the_last_tensor(folder: Path):
+    forge(folder, MODEL[0], (folder / MODEL[0]).read_bytes() + b"\0")
+    assert "the tensors end at byte" in first_reason(folder)
+
+
 def test_every_dtype_that_safetensors_writes(tmp_path: Path):
     dtypes = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
     value = {name: torch.zeros(2, 3, dtype=getattr(torch, name)) for name in dtypes}
