@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,6 +218,20 @@ def stop_all(refs: list[ProcessRef], number: int) -> None:
             os.kill(ref.pid, number)
 
 
+def stop_writer_during_a_save(driver: Driver) -> int:
+    """SIGSTOP the writer while its temporary folder stands; the step that it was writing."""
+    (writer,) = driver.processes("writer")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for entry in os.scandir(driver.run.checkpoints):
+            if entry.name.startswith(".tmp-step_"):
+                os.kill(writer.pid, signal.SIGSTOP)
+                if os.path.exists(entry.path):
+                    return int(entry.name.removeprefix(".tmp-step_").partition("-")[0])
+                os.kill(writer.pid, signal.SIGCONT)
+    raise AssertionError(f"no save was caught\n{driver.tail()}")
+
+
 def contents(run: RunDir) -> dict[str, bytes]:
     """Everything that a stale attempt could spoil."""
     files = {str(path): (path / layout.MANIFEST).read_bytes() for path in map(run.checkpoint, run.steps())}
@@ -232,7 +247,13 @@ def test_suspended_attempt_wakes_up_fenced(workspace: Path):
     """
     if os.geteuid() != 0:
         pytest.skip("a host name of its own takes root")
-    settings = [*TRAIN, "trainer.total_training_steps=30", "retry.lease_timeout_s=4", "retry.heartbeat_s=0.5"]
+    settings = [
+        *TRAIN,
+        "trainer.total_training_steps=45",
+        "trainer.save_freq=3",
+        "retry.lease_timeout_s=4",
+        "retry.heartbeat_s=0.5",
+    ]
     stale = Driver(workspace / "fenced", settings, command="train")
     arguments = [sys.executable, "-m", "keepstep.cli.main", "train", "--config", "quickstart",
                  f"trainer.output_dir={stale.output_dir}", *settings]  # fmt: skip
@@ -241,24 +262,21 @@ def test_suspended_attempt_wakes_up_fenced(workspace: Path):
         stale.process = subprocess.Popen(
             ["unshare", "--uts", "sh", "-c", script, "sh", *arguments], stdout=log, stderr=log, env=clean_environment()
         )
-    stale.wait_for_verified(5)
-    stale.wait_for(
-        "a save begun",
-        lambda _: any(entry.name.startswith(".tmp-step_") for entry in os.scandir(stale.run.checkpoints)),
-    )
+    stale.wait_for_verified(3)
+    interrupted = stop_writer_during_a_save(stale)
     processes = stale.processes()
     stop_all(processes, signal.SIGSTOP)
     try:
         assert {ref.host for ref in processes} == {"elsewhere"}
-        step_when_stopped = max(stale.run.steps())
+        assert interrupted not in stale.run.steps()
         fresh = Driver(stale.output_dir, [*settings, "actor_rollout_ref.rollout.port=20214"], command="train")
         fresh.log = workspace / "fresh.log"
         stale.wait_for("the lease runs out", lambda _: lease_is_silent(stale.run, 4))
         assert fresh.run_to_end() == 0, fresh.tail()
         resumed = [event for event in fresh.events() if event["event"] == "resumed"]
-        assert [event["attempt"] for event in resumed] == [2] and resumed[0]["step"] <= step_when_stopped
+        assert [event["attempt"] for event in resumed] == [2] and resumed[0]["step"] < interrupted
         before = contents(fresh.run)
-        assert str(fresh.run.checkpoint(30)) in before
+        assert str(fresh.run.checkpoint(45)) in before
     finally:
         stop_all(processes, signal.SIGCONT)
     assert stale.wait(90) != 0
@@ -271,6 +289,4 @@ def test_suspended_attempt_wakes_up_fenced(workspace: Path):
 
 
 def lease_is_silent(run: RunDir, timeout_s: float) -> bool:
-    import time
-
     return time.time() - read_json(run.attempt(1))["heartbeat"] > timeout_s
