@@ -283,6 +283,7 @@ def table(results: Record) -> str:
         "",
         f"Medians of {results['rounds']} rounds; load average {results['load_average']} on {os.cpu_count()} cores.",
         "CPU and memory of the client process. Keepstep's include SHA-256 of every byte.",
+        *_warning(results),
         "",
         "| | wall s | GB/s | CPU s/GB | peak MB |",
         "|---|---|---|---|---|",
@@ -306,6 +307,11 @@ def table(results: Record) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _warning(results: Record) -> list[str]:
+    busy = results["load_average"] > (os.cpu_count() or 1)
+    return ["Other work held the cores meanwhile: wall times and the step's ratio are noise."] if busy else []
 
 
 def _judged(value: float, kind: str, barred: bool) -> str:
