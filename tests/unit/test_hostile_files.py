@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import pickle
 import resource
 import shutil
-import signal
 import socket
 import stat
 import struct
@@ -17,7 +17,6 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,16 +32,10 @@ TIB = 2**40
 
 @pytest.fixture(autouse=True)
 def in_bounded_time() -> Iterator[None]:
-    """A test that hangs fails instead."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError("still looking at a hostile file")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 60)
+    """A hang ends the tests with a traceback. A signal's handler would wait for the C loop that hangs."""
+    faulthandler.dump_traceback_later(60, exit=True)
     yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="module")
