@@ -80,12 +80,12 @@ class RunDir:
         return self.checkpoints / "latest"
 
     @property
-    def latest_text(self) -> Path:
-        return self.checkpoints / "latest.txt"
-
-    @property
     def best_link(self) -> Path:
         return self.checkpoints / "best"
+
+    def text_of(self, pointer: Path) -> Path:
+        """What says the same as a pointer, for stores without links."""
+        return pointer.with_suffix(".txt")
 
     @property
     def pins(self) -> Path:

@@ -50,7 +50,7 @@ def quarantine(run: RunDir, folder: Path, step: int, reason: str, check_fence: F
 def point(link: Path, run: RunDir, step: int, check_fence: Fence) -> None:
     """Move a pointer (`run.latest_link` or `run.best_link`) and the text beside it to a verified step."""
     target = run.checkpoint(step).name
-    if link.is_symlink() and os.readlink(link) == target and link.with_suffix(".txt").is_file():
+    if link.is_symlink() and os.readlink(link) == target and run.text_of(link).is_file():
         return
     temporary = run.checkpoints / f"{TEMPORARY_PREFIX}{link.name}"
     temporary.unlink(missing_ok=True)
@@ -61,7 +61,7 @@ def point(link: Path, run: RunDir, step: int, check_fence: Fence) -> None:
         # A copy from a store without links stands in its place; a link cannot replace a folder.
         quarantine(run, link, step, f"{link.name}-copy", check_fence)
     os.replace(temporary, link)
-    write_atomic(link.with_suffix(".txt"), f"{target}\n".encode())
+    write_atomic(run.text_of(link), f"{target}\n".encode())
 
 
 def remove(run: RunDir, step: int, check_fence: Fence) -> None:

@@ -8,13 +8,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from keepstep.checkpoint.history import uploaded_steps, verified_steps
+from keepstep.checkpoint.inventory import pinned_steps
 from keepstep.checkpoint.plan import RemoteIndex, plan
 from keepstep.checkpoint.verify import VERIFIED, Verdict
 from keepstep.errors import EXIT_DONE, ConfigError
-from keepstep.run import RunDir, read_json
+from keepstep.run import RunDir, parse_step, read_json
 
 
 def ls_command(args: argparse.Namespace) -> int:
@@ -23,14 +25,17 @@ def ls_command(args: argparse.Namespace) -> int:
     with _store_side(run, args.remote) as store:
         uploaded = set(store.steps())
     verified, on_disk = verified_steps(run), set(run.steps())
-    latest = run.latest_text.read_text().strip() if run.latest_text.is_file() else ""
+    latest, best = (_pointed_at(run, link) for link in (run.latest_link, run.best_link))
+    pinned = pinned_steps(run)
     rows: list[dict[str, Any]] = [
         {
             "step": step,
             "on_disk": step in on_disk,
             "verified": step in verified,
             "uploaded": step in uploaded,
-            "latest": latest == f"step_{step}",
+            "pinned": step in pinned,
+            "latest": step == latest,
+            "best": step == best,
         }
         for step in sorted(on_disk | uploaded)
     ]
@@ -44,12 +49,20 @@ def ls_command(args: argparse.Namespace) -> int:
             "verified" if row["verified"] else "not verified here",
             "uploaded" if row["uploaded"] else "not uploaded",
         ]
-        print(f"step_{row['step']:<8} {', '.join(marks)}{'  <- latest' if row['latest'] else ''}")
+        marks += ["pinned"] if row["pinned"] else []
+        names = " and ".join(name for name in ("latest", "best") if row[name])
+        print(f"step_{row['step']:<8} {', '.join(marks)}{f'  <- {names}' if names else ''}")
     for name in quarantined:
         print(f"quarantine/{name}")
     if not rows:
         print(f"{run.root}: no checkpoint yet", file=sys.stderr)
     return EXIT_DONE
+
+
+def _pointed_at(run: RunDir, link: Path) -> int | None:
+    """The step that `latest` or `best` names, by the text beside the link."""
+    text = run.text_of(link)
+    return parse_step(text.read_text().strip()) if text.is_file() else None
 
 
 def plan_command(args: argparse.Namespace) -> int:

@@ -106,7 +106,7 @@ def test_train_log(reference: Driver):
 def test_pointers(reference: Driver):
     assert reference.run.latest_link.readlink().name == f"step_{TOTAL_STEPS}"
     assert not reference.run.latest_link.readlink().is_absolute()
-    assert reference.run.latest_text.read_text() == f"step_{TOTAL_STEPS}\n"
+    assert reference.run.text_of(reference.run.latest_link).read_text() == f"step_{TOTAL_STEPS}\n"
 
 
 def test_no_secret_is_written_anywhere(reference: Driver):

@@ -36,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     write_json(run.record, {"run_id": "run-a", "dataset": record.build(count_rows([str(data)]), [])})
     write_atomic(run.config, to_yaml(load(None, [f"trainer.output_dir={run.root}"])).encode())
     run.latest_link.symlink_to("step_140")
-    run.latest_text.write_text("step_140\n")
+    run.text_of(run.latest_link).write_text("step_140\n")
     return run
 
 

@@ -59,7 +59,7 @@ def test_latest_pointer_is_never_believed(tmp_path: Path):
     """C76, C79, C91: pointers are hints; a dangling or wrong one changes nothing."""
     run = run_with(tmp_path, [20, 40])
     run.latest_link.symlink_to("step_999")
-    run.latest_text.write_text("step_20\n")
+    run.text_of(run.latest_link).write_text("step_20\n")
     assert plan(run, **OPTIONS).step == 40
 
 

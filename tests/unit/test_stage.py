@@ -49,7 +49,7 @@ def test_what_is_read_wrong_is_not_loaded(run: RunDir, tmp_path: Path):
 
 
 def test_stale_copies_go(run: RunDir, tmp_path: Path):
-    """A copy that a killed attempt left is removed by the next staging, and by the end of the loading."""
+    """C47: a copy that a killed attempt left is removed by the next staging, and by the end of the loading."""
     local = str(tmp_path / "local")
     stage(run.checkpoint(20), local, "run-a", [0], 1)
     builder.write(run, 40)
