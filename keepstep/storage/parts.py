@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import socket
 from pathlib import Path
+from typing import Any
 
 from keepstep.checkpoint.digest import FileDigest
 from keepstep.storage.protocol import LocalFileError
@@ -32,26 +35,27 @@ def check_size(path: Path, digest: FileDigest) -> None:
         raise LocalFileError(f"{path} has {size} bytes, its manifest says {digest.size}.", _REMEDY)
 
 
-def read_part(path: Path, digest: FileDigest, number: int) -> bytes:
-    """A part's bytes, compared with the manifest.
+def open_part(path: Path, digest: FileDigest, number: int) -> FilePart:
+    """A part, after its bytes were compared with the manifest.
 
     Raises:
         LocalFileError: it cannot be read or differs.
     """
-    start, length = part_span(digest, number)
     try:
-        with path.open("rb") as file:
-            file.seek(start)
-            data = file.read(length)
+        part = FilePart(path, *part_span(digest, number))
     except OSError as error:
         raise LocalFileError(f"{path} cannot be read: {error.strerror}.", _REMEDY) from error
-    found = hashlib.sha256(data).hexdigest()
-    if found != digest.parts[number]:
-        raise LocalFileError(
-            f"{path}: part {number} has SHA-256 {found[:12]}…, its manifest says {digest.parts[number][:12]}….",
-            _REMEDY,
-        )
-    return data
+    try:
+        found = part.sha256()
+        if found != digest.parts[number]:
+            raise LocalFileError(
+                f"{path}: part {number} has SHA-256 {found[:12]}…, its manifest says {digest.parts[number][:12]}….",
+                _REMEDY,
+            )
+    except BaseException:
+        part.close()
+        raise
+    return part
 
 
 def holds_part(path: Path, digest: FileDigest, number: int, etag: str | None = None) -> bool:
@@ -68,6 +72,65 @@ def holds_part(path: Path, digest: FileDigest, number: int, etag: str | None = N
             if etag is not None:
                 md5.update(data)
     return sha256.hexdigest() == digest.parts[number] and etag in (None, md5.hexdigest(), f'"{md5.hexdigest()}"')
+
+
+class FilePart(io.RawIOBase):
+    """A part of a local file, read as a file of its own. `len()` is its length in bytes, none of which is kept here.
+
+    Raises:
+        LocalFileError: while reading: the file cannot be read or was cut.
+    """
+
+    def __init__(self, path: Path, start: int, length: int) -> None:
+        self._start, self._length, self._position = start, length, 0
+        self._path = path
+        self._file = path.open("rb", buffering=0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._position)]
+        try:
+            count = os.preadv(self._file.fileno(), [view], self._start + self._position)
+        except OSError as error:
+            raise LocalFileError(f"{self._path} cannot be read: {error.strerror}.", _REMEDY) from error
+        if view and not count:
+            raise self._cut()
+        self._position += count
+        return count
+
+    def sha256(self) -> str:
+        """Hex SHA-256 of the whole part."""
+        found, buffer = hashlib.sha256(), memoryview(bytearray(min(_READ_BYTES, max(1, self._length))))
+        self.seek(0)
+        while count := self.readinto(buffer):
+            found.update(buffer[:count])
+        return found.hexdigest()
+
+    def send_to(self, sock: socket.socket) -> None:
+        """Send the whole part, from the page cache without a copy in this process."""
+        if self._length and sock.sendfile(self._file, self._start, self._length) < self._length:
+            raise self._cut()
+
+    def close(self) -> None:
+        # The destructor also closes what could not be opened.
+        if hasattr(self, "_file"):
+            self._file.close()
+        super().close()
+
+    def _cut(self) -> LocalFileError:
+        return LocalFileError(f"{self._path} ends before its manifest says.", _REMEDY)
 
 
 class PartSink:

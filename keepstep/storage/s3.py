@@ -1,9 +1,10 @@
 """An S3 store through s3fs: bounded memory, every part checked on both sides, every wait limited.
 
-Parts of downloads come over plain connections that s3fs's client has signed for (`storage.plain_get`): in benchmarks/s3
-that is what makes restores cheaper than s3fs's own, digests included.
+The bytes of parts go over plain connections, both ways, for which s3fs's client has signed (`storage.plain_http`): in
+benchmarks/s3 that is what makes transfers cheaper than s3fs's own, digests included. Where they do not lead to the
+store, the client moves the bytes itself.
 
-Memory: at most `PART_MEMORY_BYTES` of part bodies at a time, whatever the file's size.
+Memory: at most `MAX_CONCURRENT_PARTS` parts at a time, each moved in blocks of about 1 MiB, whatever its size.
 Retries: botocore's and s3fs's own are off, since they multiply (a hung server held a part for minutes); each request
 has `TRIES` tries within `REQUEST_TIMEOUT_S`.
 Evidence: a part's SHA-256 is computed from what is read, compared with the manifest's before the upload completes, and
@@ -34,13 +35,12 @@ from typing import Any, TypeVar
 from keepstep.checkpoint.digest import FileDigest
 from keepstep.errors import StorageError, StorageRefusedError
 from keepstep.storage.bandwidth import Bandwidth
-from keepstep.storage.parts import PartSink, check_size, holds_part, part_span, read_part
-from keepstep.storage.plain_get import PlainReader, UnexpectedAnswerError, leads_through_proxy
+from keepstep.storage.parts import FilePart, PartSink, check_size, holds_part, open_part, part_span
+from keepstep.storage.plain_http import PlainHttp, UnexpectedAnswerError, leads_through_proxy
 from keepstep.storage.protocol import DamagedObjectError, ObjectInfo, OnBytes, ignore_bytes
 
 T = TypeVar("T")
 
-PART_MEMORY_BYTES = 128 << 20
 MAX_CONCURRENT_PARTS = 8
 TRIES = 5
 REQUEST_TIMEOUT_S = 300.0
@@ -74,6 +74,16 @@ class _ExistsError(Exception):
     """The key exists and the request was conditional."""
 
 
+class _Received:
+    """The body of an answer, as the client reads it."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def read(self) -> bytes:
+        return self._data
+
+
 class S3Store:
     """`keepstep.storage.protocol.ObjectStore` over S3.
 
@@ -104,7 +114,7 @@ class S3Store:
         self._region = region
         self._put_options: dict[str, Any] = dict(put_options or {})
         self._bandwidth = Bandwidth(max_bandwidth)
-        self._plain: PlainReader | None = PlainReader()
+        self._plain: PlainHttp | None = PlainHttp()
         self._runner = asyncio.Runner()
         self._checked: bool | None = None
         self._fs = self._connect(sign_payload=False)
@@ -173,7 +183,11 @@ class S3Store:
 
     def _connect(self, *, sign_payload: bool) -> Any:
         import s3fs
+        from aiobotocore.session import AioSession
 
+        session = AioSession()
+        for operation in ("PutObject", "UploadPart"):
+            session.register(f"before-send.s3.{operation}", self._send_plainly)
         config: dict[str, Any] = {
             "connect_timeout": 5,
             "read_timeout": 60,
@@ -190,6 +204,7 @@ class S3Store:
             config["proxies"] = {}
         fs = s3fs.S3FileSystem(
             **self._options,
+            session=session,
             client_kwargs={"region_name": self._region} if self._region else {},
             config_kwargs=config,
             asynchronous=True,
@@ -211,12 +226,14 @@ class S3Store:
     ) -> Any:
         if key is not None:
             arguments["Key"] = self._name(key)
+        body = arguments.get("Body", b"")
 
         async def request() -> Any:
+            if isinstance(body, FilePart):
+                body.seek(0)
             return await self._fs._call_s3(method, Bucket=self.bucket, **arguments)
 
-        num_bytes = len(arguments.get("Body", b""))
-        return await self._persist(request, f"{method} of {self.where}/{key or ''}", tries, num_bytes, final)
+        return await self._persist(request, f"{method} of {self.where}/{key or ''}", tries, len(body), final)
 
     async def _persist(
         self,
@@ -277,7 +294,7 @@ class S3Store:
 
     # Objects
 
-    async def _put_object(self, key: str, data: bytes, sha256: bytes, **condition: Any) -> None:
+    async def _put_object(self, key: str, data: bytes | FilePart, sha256: bytes, **condition: Any) -> None:
         await self._call("put_object", key, Body=data, ChecksumSHA256=_base64(sha256), **self._put_options, **condition)
 
     async def _get_object(self, key: str) -> bytes:
@@ -328,20 +345,37 @@ class S3Store:
 
     async def _read_plainly(self, key: str, start: int, length: int, sink: PartSink) -> bool:
         """False: only the client's own request can tell."""
-        if self._plain is None:
-            return False
         await self._fs.set_session()
         client = await self._fs.get_s3(self.bucket)
         address = {"Bucket": self.bucket, "Key": self._name(key)}
         url = await client.generate_presigned_url("get_object", Params=address, ExpiresIn=PRESIGNED_S)
-        if self._options["key"] is None and leads_through_proxy(url):
-            self._plain = None
+        plain = self._plain_to(url)
+        if plain is None:
             return False
         try:
-            await asyncio.to_thread(self._plain.read, url, start, length, sink)
+            await plain.read(url, start, length, sink)
         except UnexpectedAnswerError:
             return False
         return True
+
+    async def _send_plainly(self, request: Any, **_: Any) -> Any:
+        """Answer to a request that the client has signed and is about to send; None: it sends it itself."""
+        plain, part = self._plain_to(request.url), request.body
+        if plain is None or not isinstance(part, FilePart):
+            return None
+        try:
+            answer = await plain.send(request.url, request.headers, part)
+        except UnexpectedAnswerError:
+            return None
+        from aiobotocore.awsrequest import AioAWSResponse
+
+        return AioAWSResponse(request.url, answer.status, answer.headers, _Received(answer.body))
+
+    def _plain_to(self, url: str) -> PlainHttp | None:
+        """None: the way to the store leads through a proxy."""
+        if self._plain is not None and self._options["key"] is None and leads_through_proxy(url):
+            self._plain = None
+        return self._plain
 
     async def _read_by_client(self, key: str, start: int | None, length: int, sink: PartSink) -> None:
         span = {} if start is None else {"Range": f"bytes={start}-{start + length - 1}"}
@@ -381,9 +415,9 @@ class S3Store:
         check_size(path, digest)
         try:
             if len(digest.parts) == 1:
-                data = await asyncio.to_thread(read_part, path, digest, 0)
-                await self._put_object(key, data, bytes.fromhex(digest.parts[0]), IfNoneMatch="*")
-                on_bytes(len(data))
+                with await asyncio.to_thread(open_part, path, digest, 0) as part:
+                    await self._put_object(key, part, bytes.fromhex(digest.parts[0]), IfNoneMatch="*")
+                on_bytes(digest.size)
             else:
                 await self._put_parts(path, key, digest, on_bytes)
         except _ExistsError:
@@ -399,7 +433,7 @@ class S3Store:
 
     async def _put_parts(self, path: Path, key: str, digest: FileDigest, on_bytes: OnBytes) -> None:
         upload, there = await self._take_up(path, key, digest)
-        limit = asyncio.Semaphore(concurrent_parts(digest.part_size))
+        limit = asyncio.Semaphore(MAX_CONCURRENT_PARTS)
 
         async def put(number: int) -> dict[str, Any]:
             checksum: dict[str, Any] = {
@@ -410,8 +444,8 @@ class S3Store:
                 if number in there:
                     etag = there[number]
                 else:
-                    body = await asyncio.to_thread(read_part, path, digest, number)
-                    etag = (await self._call("upload_part", key, Body=body, **upload, **checksum))["ETag"]
+                    with await asyncio.to_thread(open_part, path, digest, number) as part:
+                        etag = (await self._call("upload_part", key, Body=part, **upload, **checksum))["ETag"]
             on_bytes(part_span(digest, number)[1])
             return {"ETag": etag, **checksum}
 
@@ -552,11 +586,6 @@ class S3Store:
 def same_tree(reported: str, tree: str) -> bool:
     """Whether a reported SHA-256 is `tree`; some stores leave the `-<count>` of the composite form out."""
     return reported == tree or ("-" not in reported and reported == tree.partition("-")[0])
-
-
-def concurrent_parts(part_size: int) -> int:
-    """Parts in flight within the memory budget."""
-    return max(1, min(MAX_CONCURRENT_PARTS, PART_MEMORY_BYTES // part_size))
 
 
 async def _gather(requests: list[Coroutine[Any, Any, T]]) -> list[T]:

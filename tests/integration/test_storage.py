@@ -44,7 +44,7 @@ from keepstep.processes import ProcessRef
 from keepstep.run import RunDir, read_json, write_json
 from keepstep.storage import lease
 from keepstep.storage.parts import PartSink
-from keepstep.storage.plain_get import PlainReader
+from keepstep.storage.plain_http import PlainHttp
 from keepstep.storage.protocol import LocalFileError
 from keepstep.storage.remote import RemoteRun, object_key, open_remote, step_key, upload_checkpoint
 from keepstep.storage.retire import retire, sweep_uploads
@@ -500,13 +500,13 @@ def test_killed_download_goes_on_by_part(
     (aside / "stranger").write_text("x")
     (aside / layout.MANIFEST).write_text("{}")
     spans: list[tuple[int, int]] = []
-    read = PlainReader.read
+    read = PlainHttp.read
 
-    def recording(self: PlainReader, url: str, start: int, length: int, sink: PartSink) -> None:
+    async def recording(self: PlainHttp, url: str, start: int, length: int, sink: PartSink) -> None:
         spans.append((start, length))
-        read(self, url, start, length, sink)
+        await read(self, url, start, length, sink)
 
-    monkeypatch.setattr(PlainReader, "read", recording)
+    monkeypatch.setattr(PlainHttp, "read", recording)
     remote.download(100, other)
     assert [span for span in spans if span[1] == 16 * 1024**2] == [(16 * 1024**2, 16 * 1024**2)]
     assert content(other.checkpoint(100)) == before

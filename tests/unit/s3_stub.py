@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import socket
+import ssl
 import struct
 import sys
 import threading
@@ -22,6 +23,10 @@ from xml.sax.saxutils import escape
 
 RESET, RESET_ANSWER, LOST_ANSWER, HANG = "reset", "reset answer", "lost answer", "hang"
 IGNORES_RANGE = "ignores range"
+HANGS_UP = "hangs up"
+"""After a whole answer, and without announcing it."""
+REFUSES_EARLY = "refuses early"
+"""Expired token, before the body is read."""
 WRONG_BYTES, CUT_SHORT, FIRST_PART_ONLY, DAMAGED = "wrong bytes", "cut short", "first part only", "damaged"
 ERRORS = {
     "SlowDown": 503, "InternalError": 500, "ExpiredToken": 403, "AccessDenied": 403, "PreconditionFailed": 412,
@@ -65,10 +70,12 @@ class Stub:
     Args:
         checks: False: it takes any checksum and says it back, as some stores do.
         lists_checksums: whether ListParts tells the parts' SHA-256.
+        tls: certificate and key; None: plain HTTP.
     """
 
     checks: bool = True
     lists_checksums: bool = True
+    tls: ssl.SSLContext | None = None
     faults: list[Fault] = field(default_factory=list)
     objects: dict[str, Stored] = field(default_factory=dict)
     uploads: dict[str, Upload] = field(default_factory=dict)
@@ -80,9 +87,14 @@ class Stub:
         self.closing = threading.Event()
         self._server = _Server(("127.0.0.1", 0), type("Bound", (_Handler,), {"stub": self}))
         self._server.daemon_threads = True
+        if self.tls:
+            # The handshake is for the connection's own thread.
+            self._server.socket = self.tls.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"{'https' if self.tls else 'http'}://127.0.0.1:{self._server.server_address[1]}"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -150,6 +162,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.kind == HANG:
             self.stub.closing.wait()
             return self._drop()
+        if self.kind == REFUSES_EARLY:
+            self.close_connection = True
+            return self._send(403, _xml("Error", "<Code>ExpiredToken</Code>"))
         if self.kind == RESET:
             self.rfile.read(length // 2)
             return self._drop()
@@ -181,6 +196,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data[: len(data) // 2])
             return self._drop()
         self.wfile.write(data)
+        if self.kind == HANGS_UP:
+            self.close_connection = True
         return None
 
     # Objects

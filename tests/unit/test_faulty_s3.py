@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import datetime
 import hashlib
+import ipaddress
 import os
+import select
+import signal
+import ssl
 import threading
-from collections.abc import Iterator
-from http.client import HTTPException
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keepstep.checkpoint.digest import FileDigest
 from keepstep.errors import StorageError, StorageRefusedError
 from keepstep.storage import s3
-from keepstep.storage.parts import PartSink
-from keepstep.storage.plain_get import PlainReader, leads_through_proxy
+from keepstep.storage.parts import FilePart, PartSink, open_part
+from keepstep.storage.plain_http import PlainHttp, leads_through_proxy
 from keepstep.storage.protocol import DamagedObjectError, LocalFileError
 from keepstep.storage.s3 import S3Store
 from tests.unit import s3_stub
@@ -328,22 +335,213 @@ def test_empty_file_comes_back(stub: Stub, store: S3Store, tmp_path: Path) -> No
     assert (tmp_path / "back").read_bytes() == b""
 
 
-def test_closing_wakes_a_download_that_hangs(stub: Stub, store: S3Store, tmp_path: Path) -> None:
-    digest = make(tmp_path / "file", PART)
+@pytest.mark.parametrize("plain", [True, False])
+def test_upload_through_either_way_reads_blocks(
+    stub: Stub, store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
+) -> None:
+    """However large a part is, 1 MiB of it is in memory; also where the client sends it itself."""
+    data = os.urandom(3 * 1024**2 + 1)
+    (tmp_path / "file").write_bytes(data)
+    digest = FileDigest.from_parts(len(data), len(data), [hashlib.sha256(data).hexdigest()])
+    sizes: list[int] = []
+    read = os.preadv
+
+    def recording(handle: int, buffers: Any, offset: int) -> int:
+        sizes.append(read(handle, buffers, offset))
+        return sizes[-1]
+
+    monkeypatch.setattr(os, "preadv", recording)
+    if not plain:
+        store._plain = None
+    # Tried again from its begin.
+    stub.faults.append(Fault("InternalError", "PUT", KEY))
     store.put_file(tmp_path / "file", KEY, digest)
-    stub.faults.append(Fault(s3_stub.HANG, "GET", KEY))
-    reader, failed = PlainReader(), threading.Event()
+    assert stored(stub) == data
+    assert stub.count("PUT", KEY) == 2
+    assert max(sizes) <= 1024**2
+    # Read once to compare; the second time by the kernel alone, or by the client for each try.
+    assert sum(sizes) == len(data) * (1 if plain else 3)
 
-    def read() -> None:
-        try:
-            reader.read(f"{stub.url}/bucket/run/{KEY}", 0, PART, PartSink(None, 0))
-        except (OSError, HTTPException):
-            failed.set()
 
-    thread = threading.Thread(target=read)
+def test_plain_connections_are_kept(stub: Stub, store: S3Store, file: tuple[Path, FileDigest]) -> None:
+    path, digest = file
+    store.put_file(path, KEY, digest)
+    assert store._plain is not None
+    (first,) = store._plain._idle.values()
+    assert 1 <= len(first) <= len(digest.parts)
+    before = set(first)
+    for number in range(3):
+        store.put_file(path, f"again-{number}", digest)
+    assert before & set(first)
+    assert len(first) <= len(digest.parts)
+
+
+def test_connection_that_the_server_ended_costs_no_try(stub: Stub) -> None:
+    """After a pause all of them are gone; a part that met one after the other would run out of tries."""
+    stub.objects[f"run/{KEY}"] = Stored(b"data", None)
+    stub.faults.append(Fault(s3_stub.HANGS_UP, "GET", KEY))
+
+    async def scenario() -> None:
+        plain, url = PlainHttp(), f"{stub.url}/bucket/run/{KEY}"
+        await plain.read(url, 0, 4, PartSink(None, 0))
+        ((connection,),) = plain._idle.values()
+        assert select.select([connection.sock], [], [], 10)[0]
+        await plain.read(url, 0, 4, PartSink(None, 0))
+        ((again,),) = plain._idle.values()
+        assert again is not connection
+        plain.close()
+
+    asyncio.run(scenario())
+    assert stub.count("GET", KEY) == 2
+
+
+def test_refusal_before_the_body_is_read_is_heard(stub: Stub, store: S3Store, tmp_path: Path) -> None:
+    """The server answers and hangs up while a part larger than all buffers is being sent."""
+    data = bytes(32 * 1024**2)
+    (tmp_path / "file").write_bytes(data)
+    digest = FileDigest.from_parts(len(data), len(data), [hashlib.sha256(data).hexdigest()])
+    stub.faults.append(Fault(s3_stub.REFUSES_EARLY, "PUT", KEY, times=10**6))
+    with pytest.raises(StorageRefusedError, match="ExpiredToken"):
+        store.put_file(tmp_path / "file", KEY, digest)
+    assert stub.count("PUT", KEY) == 1
+
+
+def flip_last_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda path: os.truncate(path, 5), LocalFileError, "ends before"),
+        (flip_last_byte, StorageError, "BadDigest"),
+    ],
+    ids=["cut", "other byte"],
+)
+def test_file_that_changes_while_it_is_sent(
+    stub: Stub,
+    store: S3Store,
+    file: tuple[Path, FileDigest],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+    error: type[StorageError],
+    says: str,
+) -> None:
+    """C163: it was whole when it was compared; the server is told the manifest's checksum and refuses other bytes."""
+    path, digest = file
+
+    def changing(path: Path, digest: FileDigest, number: int) -> FilePart:
+        part = open_part(path, digest, number)
+        if number == len(digest.parts) - 1:
+            change(path)
+        return part
+
+    monkeypatch.setattr(s3, "open_part", changing)
+    with pytest.raises(error, match=says):
+        store.put_file(path, KEY, digest)
+    assert stored(stub) is None
+    assert stub.uploads == {}
+
+
+@pytest.mark.parametrize("way", ["GET", "PUT"])
+def test_cancelled_transfer_ends_its_thread(stub: Stub, tmp_path: Path, way: str) -> None:
+    """The loop waits for its threads when it is closed: one left in a hung transfer would hold the process."""
+    size = 64 * 1024**2
+    (tmp_path / "file").touch()
+    os.truncate(tmp_path / "file", size)
+    stub.faults.append(Fault(s3_stub.HANG, way, KEY))
+
+    async def scenario() -> None:
+        plain, url = PlainHttp(), f"{stub.url}/bucket/run/{KEY}"
+        with FilePart(tmp_path / "file", 0, size) as part:
+            sent = plain.send(url, {"Content-Length": str(size)}, part)
+            task = asyncio.ensure_future(sent if way == "PUT" else plain.read(url, 0, PART, PartSink(None, 0)))
+            while not stub.count(way, KEY):
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert plain._idle == {}
+        sent.close()
+
+    begin = time.monotonic()
+    asyncio.run(scenario())
+    assert time.monotonic() - begin < 10
+
+
+def test_ctrl_c_ends_an_upload_that_hangs(stub: Stub, store: S3Store, file: tuple[Path, FileDigest]) -> None:
+    """C172: at once, and the same upload goes on after it."""
+    path, digest = file
+    stub.faults.append(Fault(s3_stub.HANG, "PUT", KEY))
+
+    def press() -> None:
+        while stub.faults[0].times:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
     thread.start()
-    while not stub.count("GET", KEY):
-        assert thread.is_alive()
-    reader.close()
-    assert failed.wait(10)
-    thread.join(10)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        store.put_file(path, KEY, digest)
+    assert time.monotonic() - begin < 10
+    thread.join()
+    store.put_file(path, KEY, digest)
+    assert stored(stub) == path.read_bytes()
+
+
+def certificate(path: Path) -> ssl.SSLContext:
+    """A server's context with a new certificate of 127.0.0.1, which also lies at `path`."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        .sign(key, hashes.SHA256())
+    )
+    path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    secret = path.with_suffix(".key")
+    secret.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(path, secret)
+    return context
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_both_ways_over_tls(
+    file: tuple[Path, FileDigest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
+) -> None:
+    """Where only the client knows the certificate's authority, the client moves the bytes."""
+    path, digest = file
+    pem = tmp_path / "authority.pem"
+    context = certificate(pem)
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(pem))
+    if plain:
+        monkeypatch.setenv("SSL_CERT_FILE", str(pem))
+    with (
+        Stub(tls=context) as stub,
+        S3Store("bucket", "run", endpoint_url=stub.url, key="k", secret="s") as store,
+    ):
+        store.put_file(path, KEY, digest)
+        store.get_file(KEY, tmp_path / "back", digest)
+        assert store._plain is not None
+        assert bool(store._plain._idle) is plain
+        assert stored(stub) == path.read_bytes() == (tmp_path / "back").read_bytes()

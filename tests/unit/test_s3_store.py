@@ -15,7 +15,7 @@ from keepstep.storage import s3
 from keepstep.storage.bandwidth import Bandwidth
 from keepstep.storage.parts import part_span
 from keepstep.storage.remote import object_key
-from keepstep.storage.s3 import S3Store, concurrent_parts, same_tree
+from keepstep.storage.s3 import S3Store, same_tree
 
 MIB = 1024**2
 
@@ -60,11 +60,6 @@ def answering(*answers: Any) -> Any:
 )
 def test_reported_checksum_against_tree(reported: str, tree: str, same: bool) -> None:
     assert same_tree(reported, tree) is same
-
-
-@pytest.mark.parametrize(("part_mib", "count"), [(16, 8), (32, 4), (64, 2), (128, 1), (1024, 1)])
-def test_parts_in_flight_stay_within_128_mib(part_mib: int, count: int) -> None:
-    assert concurrent_parts(part_mib * MIB) == count
 
 
 def test_spans_cover_the_file() -> None:
