@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,7 @@ class FilePart(io.RawIOBase):
         except OSError as error:
             raise LocalFileError(f"{self._path} cannot be read: {error.strerror}.", _REMEDY) from error
         if view and not count:
-            raise self._cut()
+            raise LocalFileError(f"{self._path} ends before its manifest says.", _REMEDY)
         self._position += count
         return count
 
@@ -118,19 +117,11 @@ class FilePart(io.RawIOBase):
             found.update(buffer[:count])
         return found.hexdigest()
 
-    def send_to(self, sock: socket.socket) -> None:
-        """Send the whole part, from the page cache without a copy in this process."""
-        if self._length and sock.sendfile(self._file, self._start, self._length) < self._length:
-            raise self._cut()
-
     def close(self) -> None:
         # The destructor also closes what could not be opened.
         if hasattr(self, "_file"):
             self._file.close()
         super().close()
-
-    def _cut(self) -> LocalFileError:
-        return LocalFileError(f"{self._path} ends before its manifest says.", _REMEDY)
 
 
 class PartSink:

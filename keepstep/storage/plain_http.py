@@ -1,9 +1,9 @@
 """The bytes of parts over plain HTTP connections, each moved by a thread.
 
 Through the store's client a part costs more in copies and wake-ups of the event loop than in hashing. Here a thread
-moves it between the socket and the page cache, without the interpreter lock. The client still signs, and says what an
-answer means: it is handed the store's answer to a part that was sent, and asks again itself where a read had another
-answer than the bytes (`UnexpectedAnswerError`).
+moves it between file and socket through one buffer, without the interpreter lock. The client still signs, and says
+what an answer means: it is handed the store's answer to a part that was sent, and asks again itself where a read had
+another answer than the bytes (`UnexpectedAnswerError`).
 """
 
 from __future__ import annotations
@@ -181,9 +181,7 @@ def _send(connection: http.client.HTTPConnection, target: str, headers: Mapping[
 
 
 def _send_body(sock: socket.socket, part: FilePart) -> None:
-    if not isinstance(sock, ssl.SSLSocket):
-        part.send_to(sock)
-        return
+    # Not by sendfile: it took as much CPU as this, and knows no TLS.
     part.seek(0)
     buffer = memoryview(bytearray(BUFFER_BYTES))
     while count := part.readinto(buffer):
