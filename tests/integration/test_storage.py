@@ -95,13 +95,19 @@ def write_step(
     generator = torch.Generator().manual_seed(seed)
     for name in layout.TENSOR_FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        count = num_bytes // 4 if name == layout.ACTOR else 16
-        torch.save({"weight": torch.rand(count, generator=generator)}, folder / name)
+        weight = torch.rand(num_bytes // 4 if name == layout.ACTOR else 16, generator=generator)
+        content: dict[str, Any] = {"weight": weight}
+        if name == layout.REF:
+            # The policy's shape; in bytes, so that the actor stays the largest file, which goes last.
+            content = {"weight": torch.randint(256, (num_bytes // 4,), dtype=torch.uint8, generator=generator)}
+        elif name == layout.OPTIMIZER:
+            content = {"state": {"weight": {"step": torch.tensor(1.0)}}, "param_groups": []}
+        torch.save(content, folder / name)
     streams = rng_states()
     state = {
         "global_step": step,
         "epoch": 1,
-        "num_updates": 0,
+        "num_updates": 1,
         "num_response_tokens": 0,
         "dataloader_state": {"train_dataset_offset": 4 * step, "val_dataset_offset": 0},
         "rng_states": {**streams, "per_rank": [streams]},
