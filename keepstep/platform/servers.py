@@ -39,6 +39,7 @@ ROLES = (OBJECT_STORE, PREFECT_SERVER)
 BUCKET = EMBEDDED_BUCKET
 REGION = "us-east-1"
 OBJECT_STORE_START_S = 60.0
+START_TRIES = 3
 PREFECT_START_S = 180.0
 RESTART_S = 30.0
 
@@ -195,9 +196,27 @@ def _start(
     env: dict[str, str],
     timeout_s: float,
 ) -> tuple[str, list[ProcessRef]]:
+    # Between the choice of a free port and its use another process may take it: another try takes other ports.
+    for _ in range(START_TRIES):
+        server_command, url = command()
+        processes = _start_once(platform, role, server_command, url, ready, env, timeout_s)
+        if processes:
+            return url, processes
+    raise _start_failed(platform, role, url, f"ended while starting, {START_TRIES} times")
+
+
+def _start_once(
+    platform: Path,
+    role: str,
+    server_command: list[str],
+    url: str,
+    ready: Callable[[str], bool],
+    env: dict[str, str],
+    timeout_s: float,
+) -> list[ProcessRef]:
+    """The processes of a server that answers; none when it ended by itself."""
     record_path = guard.record_path(platform, role)
     record_path.unlink(missing_ok=True)
-    server_command, url = command()
     guard_log = platform / "logs" / f"{role}-guard.log"
     guard_log.parent.mkdir(parents=True, exist_ok=True)
     with guard_log.open("wb") as log:
@@ -210,9 +229,9 @@ def _start(
         record = guard.read_record(record_path)
         if record is not None:
             if not ProcessRef.from_record(record["server"]).alive():
-                raise _start_failed(platform, role, url, "ended while starting")
+                return []
             if ready(url):
-                return url, _processes(record)
+                return _processes(record)
         time.sleep(0.1)
     raise _start_failed(platform, role, url, f"did not answer within {timeout_s:.0f} s")
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -106,6 +107,21 @@ def test_server_without_its_guard_is_replaced_at_the_next_start(tmp_path: Path, 
     assert replaced.processes[0].pid != server.pid
     servers.release(platform, holder)
     assert all(ref.alive() for ref in replaced.processes)
+
+
+def test_start_takes_other_ports_when_the_first_are_taken(tmp_path: Path, new_holder, monkeypatch) -> None:
+    """C157: between the choice of a port and its use another process took it, and the server ended at once."""
+    ports: list[dict[str, int]] = []
+    real = servers._seaweed_command
+
+    def first_ends(executable: str, data: Path, chosen: dict[str, int]) -> list[str]:
+        ports.append(dict(chosen))
+        return [sys.executable, "-c", "raise SystemExit(1)"] if len(ports) == 1 else real(executable, data, chosen)
+
+    monkeypatch.setattr(servers, "_seaweed_command", first_ends)
+    info = servers.object_store(tmp_path / ".keepstep", new_holder())
+    assert len(ports) == 2 and ports[0] != ports[1]
+    connect(info).pipe("keepstep/some/key", b"kept")
 
 
 def test_deleted_platform_folder_ends_the_server_and_stays_deleted(tmp_path: Path, new_holder) -> None:
