@@ -48,10 +48,10 @@ def kill_writer_during_a_save(driver: Driver) -> tuple[ProcessRef, int]:
 
 
 def test_killed_run_ends_with_the_same_bytes(workspace: Path, reference: Driver):
-    """C10, C11, C13, C32, C35, C64, C106, C149: rank, engine, controller, writer in mid-save, the whole flow, the disk.
+    """C10, C11, C13, C32, C35, C64, C106, C149: rank, engine, controller, writer in mid-save, the flow, the disk.
 
-    Every fifth step is saved and every tenth is an epoch's end, so checkpoints lie at, before and after those. Multiples
-    of 20 are preferred: the start after the flow's death goes back from 30 to 20.
+    Every fifth step is saved and every tenth is an epoch's end, so checkpoints lie at, before and after those.
+    Multiples of 20 are preferred: the start after the flow's death goes back from 30 to 20.
     """
     hit = Driver(workspace / "hit", [*OVERRIDES, "resume.prefer_multiple=20"])
     hit.start()
