@@ -3,8 +3,9 @@
     python -m benchmarks.checkpoint [--folder DIR]
 
 Two FSDP2 ranks under Ray train a model of 100 M parameters (random weights, random tokens). Measured, each several
-times in turn: the step that saves (Keepstep's `Saver.save`, in steady state), a blocking `torch.save` of every rank's
-own shards, `torch.distributed.checkpoint.async_save` of the same state, and the training time around each of them.
+times in turn: the step that saves (Keepstep's `Saver.save`, in steady state); a blocking `torch.save` of one file, as
+layout `full` has it, and of every rank's own shards, neither made durable; `torch.distributed.checkpoint.async_save` of
+the same state; and the training time around them.
 Then: write bandwidth against `dd` with fsync, verification against hashing alone. Writes results/checkpoint.json.
 """
 
@@ -29,7 +30,7 @@ import ray
 from benchmarks.commands import record
 from keepstep.actor.rank import RankSpec, rank_environment
 from keepstep.attempts import Attempt
-from keepstep.checkpoint.digest import READ_BYTES, SMALLEST_PART_BYTES, drop_from_cache
+from keepstep.checkpoint.digest import READ_BYTES, SMALLEST_PART_BYTES
 from keepstep.config.load import load, to_yaml
 from keepstep.controller.cluster import LOCAL_ENVIRONMENT
 from keepstep.controller.groups import RankGroup
@@ -44,7 +45,7 @@ from keepstep.run import RunDir, write_json
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
 NUM_RANKS = 2
 NUM_ROUNDS = 5
-STEPS_BETWEEN = 4
+STEPS_BETWEEN = 2
 STALL_BAR, VERIFY_BAR = 0.05, 0.90
 
 
@@ -71,6 +72,22 @@ class BenchRank(RankWorker):
         torch.save(self._shards(), f"{path}-{self._rank.spec.rank}.pt")
         return time.monotonic() - begin
 
+    def gathered_save(self, path: str) -> float:
+        """Seconds of what writes one file: gather every tensor, `torch.save` on the first rank, the others wait."""
+        import torch
+        import torch.distributed as dist
+
+        begin = time.monotonic()
+        whole: dict[str, Any] = {}
+        for name, tensor in _flat(self._shards()).items():
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            if self._rank.spec.rank == 0:
+                whole[name] = full
+        if self._rank.spec.rank == 0:
+            torch.save(whole, f"{path}.pt")
+        dist.barrier()
+        return time.monotonic() - begin
+
     def async_save(self, path: str) -> float:
         """Seconds until `torch.distributed.checkpoint.async_save` returns; its upload goes on in a thread."""
         import torch.distributed as dist
@@ -92,6 +109,13 @@ class BenchRank(RankWorker):
         params = dict(rank.model.named_parameters())
         moments = {name: dict(rank.optimizer.state[param]) for name, param in params.items()}
         return {"model": {name: param.detach() for name, param in params.items()}, "optimizer": moments}
+
+
+def _flat(state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 class BenchWriter(WriterWorker):
@@ -210,6 +234,7 @@ def measure_saves(bench: Bench) -> dict[str, Any]:
         note("steps_beside_keepstep_s", bench.train())
         note("rest_keepstep_s", bench.saver.wait())
         note("stall_torch_save_s", bench.all("blocking_save", str(bench.folder / "blocking")))
+        note("stall_gathered_torch_save_s", bench.all("gathered_save", str(bench.folder / "gathered")))
         note("stall_dcp_async_s", bench.all("async_save", str(bench.folder / f"dcp-{number}")))
         note("steps_beside_dcp_async_s", bench.train())
         note("rest_dcp_async_s", bench.all("wait_for_async_save"))
@@ -259,7 +284,7 @@ def hash_alone(paths: list[Path]) -> float:
 
     for path in paths:
         with path.open("rb") as file:
-            drop_from_cache(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     begin = time.monotonic()
     jobs = [(path, offset) for path in paths for offset in range(0, path.stat().st_size, SMALLEST_PART_BYTES)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -287,7 +312,8 @@ def measure_verify(bench: Bench) -> dict[str, Any]:
 def summary(saves: dict[str, Any], bandwidth: dict[str, Any], verification: dict[str, Any]) -> dict[str, Any]:
     stall = saves["stall_keepstep_s"]
     return {
-        "stall_vs_torch_save": stall / saves["stall_torch_save_s"],
+        "stall_vs_torch_save_of_one_file": stall / saves["stall_gathered_torch_save_s"],
+        "stall_vs_torch_save_of_own_shards": stall / saves["stall_torch_save_s"],
         "stall_vs_torch_save_bar": STALL_BAR,
         "stall_vs_dcp_async": stall / saves["stall_dcp_async_s"],
         "steps_beside_a_save_vs_alone": saves["steps_beside_keepstep_s"] / saves["steps_alone_s"],
