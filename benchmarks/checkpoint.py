@@ -324,6 +324,50 @@ def summary(saves: dict[str, Any], bandwidth: dict[str, Any], verification: dict
     }
 
 
+def table(results: dict[str, Any]) -> str:
+    """The results for a reader, each with its bar."""
+    ratios, saves, written, read = (results[key] for key in ("ratios", "saves", "bandwidth", "verification"))
+
+    def judged(value: float, bar: float, at_most: bool) -> str:
+        met = value <= bar if at_most else value >= bar
+        return f"{value:.3f} (bar {'≤' if at_most else '≥'} {bar}: {'met' if met else 'missed'})"
+
+    one_file, own = ratios["stall_vs_torch_save_of_one_file"], ratios["stall_vs_torch_save_of_own_shards"]
+    rows = [
+        ("stall per save, Keepstep", f"{saves['stall_keepstep_s']:.3f} s", ""),
+        ("against a blocking torch.save of one file", f"{saves['stall_gathered_torch_save_s']:.3f} s",
+         judged(one_file, STALL_BAR, at_most=True)),
+        ("against a blocking torch.save of own shards", f"{saves['stall_torch_save_s']:.3f} s",
+         judged(own, STALL_BAR, at_most=True)),
+        ("against torch.distributed.checkpoint.async_save", f"{saves['stall_dcp_async_s']:.3f} s",
+         f"{ratios['stall_vs_dcp_async']:.3f}"),
+        ("steps beside a save, against steps alone", f"{saves['steps_beside_keepstep_s']:.2f} s",
+         f"{ratios['steps_beside_a_save_vs_alone']:.3f}"),
+        ("steps beside async_save, against steps alone", f"{saves['steps_beside_dcp_async_s']:.2f} s",
+         f"{ratios['steps_beside_dcp_async_vs_alone']:.3f}"),
+        ("save behind the loop, against dd with fsync", f"{written['save_behind_the_loop_s']:.2f} s",
+         f"{ratios['share_of_dd_bandwidth']:.3f} of its bandwidth"),
+        ("verification, against hashing alone", f"{read['verify_s']:.2f} s ({read['verify_gb_per_s']:.2f} GB/s)",
+         judged(ratios["verify_vs_hashing_alone"], VERIFY_BAR, at_most=False)),
+    ]  # fmt: skip
+    head = [
+        f"# Saves of {written['num_bytes'] / 1e9:.2f} GB ({results['num_params'] / 1e6:.0f} M parameters, AdamW)",
+        "",
+        f"Medians of {NUM_ROUNDS} rounds in one run on {len(os.sched_getaffinity(0))} cores; two ranks, so that training "
+        "itself takes all of them. torch's own saves are not made durable; Keepstep's is, behind the loop. No digest is "
+        "computed in a rank: the writer hashes what it writes. Verification reads from the disk.",
+        "",
+        "| | time | ratio |",
+        "|---|---|---|",
+    ]
+    tail = [
+        "",
+        f"Peak memory of the writer: {results['writer_peak_bytes'] / written['num_bytes']:.2f} × the state.",
+        "",
+    ]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows), *tail])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("/tmp") / f"keepstep-bench-{os.getpid()}")
@@ -349,6 +393,7 @@ def main() -> None:
         "writer_peak_bytes": writer,
     }
     record(_rounded(results), RESULTS)
+    RESULTS.with_suffix(".md").write_text(table(results))
     print(json.dumps(_rounded({"ratios": ratios}), indent=2))
 
 
