@@ -353,7 +353,7 @@ def table(results: dict[str, Any]) -> str:
     head = [
         f"# Saves of {written['num_bytes'] / 1e9:.2f} GB ({results['num_params'] / 1e6:.0f} M parameters, AdamW)",
         "",
-        f"Medians of {NUM_ROUNDS} rounds in one run on {len(os.sched_getaffinity(0))} cores, which two ranks use up.",
+        f"Medians of {NUM_ROUNDS} rounds in one run; two ranks use up {len(os.sched_getaffinity(0))} cores.",
         "torch's own saves are not made durable; Keepstep's is, behind the loop. No digest is computed in a rank: the",
         "writer hashes what it writes. Verification reads from the disk.",
         "",
