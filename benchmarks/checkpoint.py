@@ -362,7 +362,7 @@ def table(results: dict[str, Any]) -> str:
     ]
     tail = [
         "",
-        f"Peak memory of the writer: {results['writer_peak_bytes'] / written['num_bytes']:.2f} × the state.",
+        f"Peak memory of the writer: {results['writer_peak_bytes'] / written['num_bytes']:.2f} times the state.",
         "",
     ]
     return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows), *tail])
