@@ -6,7 +6,8 @@ Two FSDP2 ranks under Ray train a model of 100 M parameters (random weights, ran
 times in turn: the step that saves (Keepstep's `Saver.save`, in steady state); a blocking `torch.save` of one file, as
 layout `full` has it, and of every rank's own shards, neither made durable; `torch.distributed.checkpoint.async_save` of
 the same state; and the training time around them.
-Then: write bandwidth against `dd` with fsync, verification against hashing alone. Writes results/checkpoint.json.
+Then: write bandwidth against `dd` with fsync, verification against hashing alone, process time of the commands that
+only look. Writes results/checkpoint.json and checkpoint.md.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from benchmarks.commands import record
+from benchmarks.commands import BAR_S, measure, record
 from keepstep.actor.rank import RankSpec, rank_environment
 from keepstep.attempts import Attempt
 from keepstep.checkpoint.digest import READ_BYTES, SMALLEST_PART_BYTES
@@ -349,6 +350,8 @@ def table(results: dict[str, Any]) -> str:
          f"{ratios['share_of_dd_bandwidth']:.3f} of its bandwidth"),
         ("verification, against hashing alone", f"{read['verify_s']:.2f} s ({read['verify_gb_per_s']:.2f} GB/s)",
          judged(ratios["verify_vs_hashing_alone"], VERIFY_BAR, at_most=False)),
+        *((f"process time of {name}", f"{results['commands'][key]:.2f} s", judged(results["commands"][key], BAR_S, True))
+          for name, key in (("verify --quick", "verify_quick_s"), ("plan", "plan_s"), ("ls", "ls_s"))),
     ]  # fmt: skip
     head = [
         f"# Saves of {written['num_bytes'] / 1e9:.2f} GB ({results['num_params'] / 1e6:.0f} M parameters, AdamW)",
@@ -391,6 +394,7 @@ def main() -> None:
         "bandwidth": bandwidth,
         "verification": verification,
         "writer_peak_bytes": writer,
+        "commands": measure(),
     }
     record(_rounded(results), RESULTS)
     RESULTS.with_suffix(".md").write_text(table(results))
