@@ -95,6 +95,11 @@ class RunDir:
     def pin(self, step: int) -> Path:
         return self.pins / str(step)
 
+    def pinned_steps(self) -> frozenset[int]:
+        if not self.pins.is_dir():
+            return frozenset()
+        return frozenset(int(path.name) for path in self.pins.iterdir() if path.name.isdigit())
+
     @property
     def quarantine(self) -> Path:
         return self.root / "quarantine"

@@ -61,13 +61,6 @@ def retire(run: RunDir, decision: Decision, check_fence: Fence, tell: Callable[[
         tell(step, reason)
 
 
-def pinned_steps(run: RunDir) -> frozenset[int]:
-    """Steps that a person keeps for ever."""
-    if not run.pins.is_dir():
-        return frozenset()
-    return frozenset(int(path.name) for path in run.pins.iterdir() if path.name.isdigit())
-
-
 def decide_for(
     run: RunDir,
     checkpoint: CheckpointConfig,
@@ -79,7 +72,7 @@ def decide_for(
 ) -> Decision:
     """The decision over the verified steps on disk. It reads the disk, never what a process remembers."""
     found = entries(run, verified, run_id, checkpoint.best_metric)
-    return decide(found, rules_of(checkpoint), waiting=waiting, in_use=in_use, pinned=pinned_steps(run))
+    return decide(found, rules_of(checkpoint), waiting=waiting, in_use=in_use, pinned=run.pinned_steps())
 
 
 def goes_to_store(config: RunConfig, step: int, last_step: int) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from keepstep.checkpoint import foreign, layout, strict_json
+from keepstep.checkpoint import layout, strict_json
 from keepstep.checkpoint.digest import FileDigest, digest_parts
 from keepstep.checkpoint.files import (
     DISK,
@@ -114,6 +114,9 @@ def verify(
             _check_state(folder, manifest, found)
         state = REJECTED if found.reasons else VERIFIED
     else:
+        # Rarely wanted, and a fifth of the start of every command that looks at a run.
+        from keepstep.checkpoint import foreign
+
         step = foreign.check(folder, expected_step, quick, found)
         whole = not found.reasons and not found.missing
         state = UNVERIFIED if whole else WEIGHTS_ONLY if not found.reasons else REJECTED

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.checkpoint.history import uploaded_steps, verified_steps
-from keepstep.checkpoint.inventory import pinned_steps
 from keepstep.checkpoint.plan import RemoteIndex, plan
 from keepstep.checkpoint.verify import VERIFIED, Verdict
 from keepstep.errors import EXIT_DONE, ConfigError
@@ -26,7 +25,7 @@ def ls_command(args: argparse.Namespace) -> int:
         uploaded = set(store.steps())
     verified, on_disk = verified_steps(run), set(run.steps())
     latest, best = (_pointed_at(run, link) for link in (run.latest_link, run.best_link))
-    pinned = pinned_steps(run)
+    pinned = run.pinned_steps()
     rows: list[dict[str, Any]] = [
         {
             "step": step,

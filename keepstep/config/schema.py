@@ -15,9 +15,7 @@ EMBEDDED_BUCKET = "keepstep"
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, validate_assignment=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
 
 class AlgorithmConfig(Section):

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 
 from keepstep.checkpoint import layout
-from keepstep.checkpoint.inventory import metric_of, pinned_steps, rules_of
+from keepstep.checkpoint.inventory import metric_of, rules_of
 from keepstep.checkpoint.manifest import Manifest
 from keepstep.checkpoint.retention import Entry, decide
 from keepstep.config.schema import CheckpointConfig
@@ -58,7 +58,7 @@ def retire(
     entries = [Entry(step, metric_of(found.metrics, checkpoint.best_metric)) for step, found in ours.items()]
     # The limit of the local disk is none of the store's.
     rules = dataclasses.replace(rules_of(checkpoint), max_disk_bytes=None)
-    decision = decide(entries, rules, in_use=frozenset(on_disk), pinned=pinned_steps(run))
+    decision = decide(entries, rules, in_use=frozenset(on_disk), pinned=run.pinned_steps())
     for step, reason in decision.deleted.items():
         check_fence()
         run.upload(step).unlink(missing_ok=True)
