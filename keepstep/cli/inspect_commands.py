@@ -58,6 +58,22 @@ def ls_command(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _resume_settings(run: RunDir) -> dict[str, Any]:
+    """The `resume` section of the run's own, resolved config.yaml."""
+    import yaml
+
+    try:
+        found: dict[str, Any] = yaml.safe_load(run.config.read_text(encoding="utf-8"))["resume"]
+        if {"policy", "prefer_multiple", "max_rewind_steps"} <= found.keys():
+            return found
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+        pass
+    # Not as it was written: the schema, which takes half of this command's time to import, says what is wrong.
+    from keepstep.config.load import load
+
+    return load(str(run.config)).resume.model_dump()
+
+
 def _pointed_at(run: RunDir, link: Path) -> int | None:
     """The step that `latest` or `best` names, by the text beside the link."""
     text = run.text_of(link)
@@ -66,16 +82,14 @@ def _pointed_at(run: RunDir, link: Path) -> int | None:
 
 def plan_command(args: argparse.Namespace) -> int:
     """The resume decision from what is on disk and what the store has confirmed, or with `--remote` holds now."""
-    from keepstep.config.load import load
-
     run = existing_run(args.run)
-    resume = load(str(run.config)).resume
+    resume = _resume_settings(run)
     with _store_side(run, args.remote) as store:
         found = plan(
             run,
-            policy=resume.policy,
-            prefer_multiple=resume.prefer_multiple,
-            max_rewind_steps=resume.max_rewind_steps,
+            policy=resume["policy"],
+            prefer_multiple=resume["prefer_multiple"],
+            max_rewind_steps=resume["max_rewind_steps"],
             remote=store,
             expected_run_id=read_json(run.record)["run_id"],
         )

@@ -167,6 +167,16 @@ def test_ls(copy: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_plan_heeds_the_settings_of_the_run(copy: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    written = copy.config.read_text()
+    assert "policy: prefer_multiple" in written
+    copy.config.write_text(written.replace("policy: prefer_multiple", "policy: latest"))
+    assert answer(capsys, "plan", str(copy.root))[1]["step"] == 140
+    copy.config.write_text(written.replace("policy: prefer_multiple", "polcy: latest"))
+    status = main(["plan", str(copy.root)])
+    assert status == 2 and "polcy" in capsys.readouterr().err
+
+
 def test_plan(copy: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     status, found, _ = answer(capsys, "plan", str(copy.root))
     assert (status, found["step"], found["newest"], found["steps_given_up"]) == (0, 100, 140, 40)
