@@ -203,3 +203,15 @@ def fsync_dir(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Make names inside `folder`, and inside every folder below it, durable."""
+    for path in sorted({folder, *(entry for entry in folder.rglob("*") if entry.is_dir())}):
+        fsync_dir(path)
+
+
+def fsync_file(path: Path) -> None:
+    """Make the content of a file that is written and closed durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -14,7 +14,7 @@ from keepstep.checkpoint.verify import verify
 from keepstep.checkpoint.writer import param_groups_json, write_file, write_manifest, write_torch
 from keepstep.checkpoint.written import Written
 from keepstep.errors import CheckpointError, ConfigError
-from keepstep.run import fsync_dir, read_json
+from keepstep.run import fsync_dir, fsync_file, read_json
 
 
 def convert(source: Path, target: Path, kind: str) -> Path:
@@ -105,6 +105,5 @@ def _nested(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _copy(source: Path, target: Path) -> Any:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
-    with target.open("rb") as file:
-        os.fsync(file.fileno())
+    fsync_file(target)
     return digest_file(target)

@@ -15,7 +15,7 @@ from keepstep.checkpoint import layout
 from keepstep.checkpoint.digest import FileDigest, digest_file
 from keepstep.checkpoint.manifest import Manifest
 from keepstep.checkpoint.publish import Fence
-from keepstep.run import RunDir, fsync_dir
+from keepstep.run import RunDir, fsync_dir, fsync_file
 
 Fetch = Callable[[str, FileDigest, Path], bool]
 """(file of the checkpoint, its digest, new file to write) -> whether this source had something to write."""
@@ -37,7 +37,7 @@ def mend_reference(run: RunDir, manifest: Manifest, sources: dict[str, Fetch], c
         for where, fetch in sources.items():
             copy.unlink(missing_ok=True)
             if fetch(name, digest, copy) and _is_whole(copy, digest):
-                _fsync(copy)
+                fsync_file(copy)
                 for path in {step / name, *sharing}:
                     check_fence()
                     _replace(path, copy)
@@ -107,8 +107,3 @@ def _replace(path: Path, copy: Path) -> None:
     os.link(copy, temporary)
     os.replace(temporary, path)
     fsync_dir(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -29,7 +29,7 @@ from keepstep.checkpoint.publish import publish, quarantine
 from keepstep.checkpoint.verify import verify
 from keepstep.checkpoint.written import Written
 from keepstep.errors import ExactnessError, NoRoomError, no_room_cause
-from keepstep.run import RunDir, fsync_dir
+from keepstep.run import RunDir, fsync_file, fsync_tree
 
 TensorInfo = list[list[Any]]
 ROOM = 1.2
@@ -269,8 +269,7 @@ def write_manifest(
         nonfinite=written.nonfinite,
     )
     write_file(folder / layout.MANIFEST, lambda file: file.write(record))
-    for directory in sorted({folder, *(entry for entry in folder.rglob("*") if entry.is_dir())}):
-        fsync_dir(directory)
+    fsync_tree(folder)
 
 
 def param_groups_json(param_groups: list[dict[str, Any]]) -> bytes:
@@ -312,8 +311,7 @@ def _link(source: Path, target: Path) -> str:
         return "ref linked"
     except OSError:
         shutil.copyfile(source, target)
-        with target.open("rb") as file:
-            os.fsync(file.fileno())
+        fsync_file(target)
         return "ref copied"
 
 

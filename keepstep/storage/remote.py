@@ -32,7 +32,7 @@ from keepstep.checkpoint.verify import REJECTED, VERIFIED, Verdict, verify
 from keepstep.config.schema import S3Config
 from keepstep.errors import CheckpointError, ConfigError, ContractError, KeepstepError, NoRoomError, StorageError
 from keepstep.platform import servers
-from keepstep.run import RunDir, fsync_dir, write_atomic
+from keepstep.run import RunDir, fsync_tree, write_atomic
 from keepstep.storage import lease
 from keepstep.storage.protocol import ObjectStore, OnBytes, ignore_bytes
 from keepstep.storage.s3 import S3Store
@@ -263,8 +263,7 @@ class RemoteRun:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             self.store.get_file(key, folder / name, digest, on_bytes)
         write_atomic(folder / layout.MANIFEST, self.manifest_bytes(step) or b"")
-        for path in sorted({folder, *(entry for entry in folder.rglob("*") if entry.is_dir())}):
-            fsync_dir(path)
+        fsync_tree(folder)
 
 
 @dataclass(frozen=True)

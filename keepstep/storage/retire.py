@@ -17,13 +17,13 @@ from collections.abc import Callable
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.inventory import metric_of, rules_of
 from keepstep.checkpoint.manifest import Manifest
+from keepstep.checkpoint.publish import Fence
 from keepstep.checkpoint.retention import Entry, decide
 from keepstep.config.schema import CheckpointConfig
 from keepstep.errors import CheckpointError
 from keepstep.run import RunDir
 from keepstep.storage.remote import SHARED, RemoteRun, object_key, step_key
 
-Fence = Callable[[], None]
 Tell = Callable[[int, str], None]
 
 _STEP_KEY = re.compile(r"checkpoints/step_(0|[1-9][0-9]*)/(.+)")
