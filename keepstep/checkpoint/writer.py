@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,6 @@ class SaveResult:
     """`published`, or `replayed_equal` when a standing, verified checkpoint of the step has the same tensors."""
     num_bytes: int
     quarantined: str | None = None
-    notes: list[str] = field(default_factory=list)
 
 
 def save(
@@ -121,7 +120,7 @@ def finish(request: SaveRequest, snapshots: Sequence[RankSnapshot], written: Wri
     """Add what does not come by rank, the manifest last, and publish the step, unless it stands with equal tensors."""
     run, folder = RunDir.at(request.run_root), temporary_folder(request)
     fence = lambda: check_fence(run, request.attempt)  # noqa: E731
-    notes = _link_reference(request, run, folder, written)
+    _link_reference(request, run, folder, written)
     written.add(write_torch(folder / layout.SCHEDULER, layout.SCHEDULER, snapshots[0].scheduler))
     for path, data in _small_files(request, snapshots).items():
         written.files[path] = write_file(folder / path, lambda file, data=data: file.write(data))
@@ -141,11 +140,11 @@ def finish(request: SaveRequest, snapshots: Sequence[RankSnapshot], written: Wri
     if run.checkpoint(request.step).exists():
         if _standing_is_equal(request, run, folder):
             shutil.rmtree(folder)
-            return SaveResult(request.step, "replayed_equal", num_bytes, notes=notes)
+            return SaveResult(request.step, "replayed_equal", num_bytes)
         reason = "replaced" if verify(run.checkpoint(request.step)).ok else "unverifiable"
         quarantined = str(quarantine(run, run.checkpoint(request.step), request.step, reason, fence))
     publish(folder, run, request.step, fence)
-    return SaveResult(request.step, "published", num_bytes, quarantined, notes)
+    return SaveResult(request.step, "published", num_bytes, quarantined)
 
 
 def begin_sharded(request: SaveRequest, snapshot: RankSnapshot, reference: Sequence[ReferenceSnapshot] | None) -> None:
@@ -225,18 +224,18 @@ def write_torch(path: Path, name: str, value: Any) -> Written:
     return Written({name: digest}, {name: infos}, {name: num_bad})
 
 
-def _link_reference(request: SaveRequest, run: RunDir, folder: Path, written: Written) -> list[str]:
-    """Take the reference over from the published step that has it. Returns notes for the event."""
+def _link_reference(request: SaveRequest, run: RunDir, folder: Path, written: Written) -> None:
+    """Take the reference over from the published step that has it."""
     if not request.has_reference or request.reference_step is None:
-        return []
+        return
     source = run.checkpoint(request.reference_step)
     record = manifest.parse((source / layout.MANIFEST).read_bytes())
     names = [name for name in record.files if name.startswith(f"{layout.REF_DIR}/")]
-    notes = {_link(source / name, folder / name) for name in names}
+    for name in names:
+        _link(source / name, folder / name)
     written.files |= {name: record.files[name] for name in names}
     written.tensors |= {name: record.tensors.get(name, []) for name in names}
     written.nonfinite |= {name: record.nonfinite.get(name, 0) for name in names}
-    return sorted(notes)
 
 
 def write_manifest(
@@ -303,16 +302,14 @@ def write_file(path: Path, produce: Any) -> FileDigest:
     return writer.digest()
 
 
-def _link(source: Path, target: Path) -> str:
-    """Hard-link, or copy where links fail. Says which."""
+def _link(source: Path, target: Path) -> None:
+    """Hard-link, or copy where links fail."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
-        return "ref linked"
     except OSError:
         shutil.copyfile(source, target)
         fsync_file(target)
-        return "ref copied"
 
 
 def describe_tensors(value: Any, prefix: str = "") -> tuple[TensorInfo, int]:
