@@ -114,9 +114,6 @@ def no_room_cause(error: BaseException) -> OSError | None:
     return None
 
 
-"""ENOSPC, and EDQUOT, which strikes where `df` still shows room."""
-
-
 class NoRoomError(KeepstepError):
     """The filesystem is full or over quota."""
 

@@ -153,6 +153,8 @@ class Trainer:
             "critic/rewards/mean": float(rewards.mean()),
             "critic/rewards/max": float(rewards.max()),
             "critic/rewards/min": float(rewards.min()),
+            "critic/rewards/zero_std_groups": float(np.mean(rewards.std(axis=1) == 0)),
+            "rollout/identical_groups": identical_groups(responses, group_size=rewards.shape[1]),
             "response_length/mean": float(num_tokens.mean()),
             "response_length/clip_ratio": float(np.mean([not response.finished for response in responses])),
         }
@@ -237,6 +239,13 @@ class Trainer:
 
     def _timed(self, name: str) -> _Timer:
         return _Timer(self._timings, name)
+
+
+def identical_groups(responses: list[Response], group_size: int) -> float:
+    """Share of groups whose responses are all the same text: near 1, sampling is broken or the policy has collapsed."""
+    groups = [responses[first : first + group_size] for first in range(0, len(responses), group_size)]
+    same = [len({tuple(response.token_ids) for response in group}) == 1 for group in groups]
+    return float(np.mean(same)) if group_size > 1 else 0.0
 
 
 class _Timer:
