@@ -153,7 +153,7 @@ class Trainer:
             "critic/rewards/mean": float(rewards.mean()),
             "critic/rewards/max": float(rewards.max()),
             "critic/rewards/min": float(rewards.min()),
-            "critic/rewards/zero_std_groups": float(np.mean(rewards.std(axis=1) == 0)),
+            "critic/rewards/zero_std_groups": float(np.mean(rewards.max(axis=1) == rewards.min(axis=1))),
             "rollout/identical_groups": identical_groups(responses, group_size=rewards.shape[1]),
             "response_length/mean": float(num_tokens.mean()),
             "response_length/clip_ratio": float(np.mean([not response.finished for response in responses])),
