@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from keepstep.config.elsewhere import elsewhere
 from keepstep.config.schema import RunConfig, Section
 from keepstep.errors import ConfigError
 
@@ -68,6 +69,11 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def given_keys(config: RunConfig) -> frozenset[str]:
+    """Dotted keys of the settings that were stated, in a file or on the command line; the others are defaults."""
+    return frozenset(key for key, _ in _leaves(config.model_dump(mode="json", exclude_unset=True)))
+
+
 def resolve_total_steps(config: RunConfig, num_rows: int) -> int:
     """Steps of the run: `trainer.total_training_steps`, else what `trainer.total_epochs` passes over the rows give.
 
@@ -102,8 +108,11 @@ def validate(config: RunConfig) -> list[str]:
             f"s3.embedded=true starts a server of its own, but s3.endpoint_url={config.s3.endpoint_url} names another: "
             "set s3.embedded=false or leave the endpoint out"
         )
-    if config.trainer.debug:
-        problems.append("trainer.debug=True is reserved and not there yet: use a small trainer.total_training_steps")
+    if config.trainer.init_from and config.trainer.resume_from_checkpoint:
+        problems.append(
+            "trainer.init_from begins a new run from weights, trainer.resume_from_checkpoint goes on with this one: "
+            "give one of them"
+        )
     if problems:
         raise ConfigError("Settings that do not go together:\n  " + "\n  ".join(problems))
     return _warnings(config)
@@ -186,6 +195,10 @@ def _refuse_unknown(given: dict[str, Any]) -> None:
         return
     lines = []
     for key in unknown:
+        refused = elsewhere(key)
+        if refused:
+            lines.append(f"{key}: {refused}")
+            continue
         below = [known for known in _known() if known.startswith(f"{key}.")]
         nearest = _nearest(key)
         if below:

@@ -19,8 +19,8 @@ class Section(BaseModel):
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: Literal["grpo"] = "grpo"
-    """How advantages are estimated."""
+    adv_estimator: Literal["grpo"] = Field(...)
+    """How advantages are estimated. Always stated, never inferred: trainers differ in what they take by default."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide the centred group rewards by their standard deviation (GRPO); False is Dr. GRPO's choice."""
 
@@ -46,6 +46,10 @@ class DataConfig(Section):
     """Drop prompts over `max_prompt_length`; False: refuse the data set."""
     shuffle: bool = True
     """A new permutation of the rows each epoch, a function of (seed, epoch)."""
+    train_max_samples: PositiveInt | Literal[-1] = -1
+    """Rows to train on at most, drawn by `trainer.seed` with `shuffle`, else the first ones; -1: all."""
+    val_max_samples: PositiveInt | Literal[-1] = -1
+    """Rows to validate on at most, in the same way."""
 
 
 class OptimConfig(Section):
@@ -170,10 +174,12 @@ class TrainerConfig(Section):
     """The run's folder."""
     resume_from_checkpoint: str | None = None
     """Resume this start's first attempt from exactly this checkpoint of the run."""
+    init_from: str | None = None
+    """Begin a new run with the weights of this checkpoint, everything else fresh. Never a resume."""
     seed: int = 42
     """The one seed: data order, sampling, initialisation."""
     debug: bool = False
-    """Reserved: one step from the chosen checkpoint, written nowhere."""
+    """One step from the chosen checkpoint, whatever the run's length says; nothing is written into the run."""
 
 
 class CheckpointConfig(Section):
@@ -237,7 +243,9 @@ class ResumeConfig(Section):
     stage_dir: str | None = None
     """A folder on every node's own disk: a resume copies there what the node's ranks load. None: they load in place."""
     allow: list[str] = []
-    """Contract fields whose change is accepted for this start; the waiver is written into the run."""
+    """Contract fields whose change is accepted for this start; the waiver is written into the run. Also `scheduler`
+    (rebuild a lost one at the global step), `mismatched_sizes` (`trainer.init_from` leaves out tensors of other shapes)
+    and `exactness` (a replayed step may differ)."""
 
 
 class RetryConfig(Section):
@@ -274,7 +282,7 @@ class RayConfig(Section):
 class RunConfig(Section):
     """The whole configuration of a run."""
 
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AlgorithmConfig
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()

@@ -138,7 +138,8 @@ def _variables(config: RunConfig) -> dict[str, str]:
     return {
         # Ray kills a stopped job after 3 s unless told otherwise; it needs its grace to save.
         "RAY_JOB_STOP_WAIT_TIME_S": str(int(config.retry.term_grace_s) + 15),
-        CONFIG_VARIABLE: config.model_dump_json(),
+        # Only what was stated: a message about a changed setting says whether it was given or is the default.
+        CONFIG_VARIABLE: config.model_dump_json(exclude_unset=True),
         FLOW_VARIABLE: json.dumps(ProcessRef.current("flow").to_record()),
     }
 

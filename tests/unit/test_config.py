@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.config.load import find, load, resolve_total_steps, to_dotted, to_yaml, validate
+from keepstep.config.load import find, given_keys, load, resolve_total_steps, to_dotted, to_yaml, validate
+from keepstep.config.schema import RunConfig
 from keepstep.errors import EXIT_USAGE, ConfigError
 
 MINIMAL = """
+algorithm: {adv_estimator: grpo}
 data: {train_files: a.parquet}
 actor_rollout_ref: {model: {path: some/model}}
 trainer: {output_dir: out}
@@ -36,6 +38,40 @@ def test_no_file_is_the_quickstart() -> None:
     assert load() == load("quickstart")
     assert load().trainer.total_training_steps == 100
     assert load().actor_rollout_ref.model.path == "made:char-qwen3"
+
+
+def test_the_estimator_is_stated_and_never_inferred(tmp_path: Path) -> None:
+    path = tmp_path / "silent.yaml"
+    path.write_text(MINIMAL.replace("algorithm: {adv_estimator: grpo}\n", ""))
+    with pytest.raises(ConfigError, match=r"algorithm\.adv_estimator: not set"):
+        load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "part"),
+    [
+        ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", "FSDP2"),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size", "FSDP2"),
+        ("actor_rollout_ref.model.use_remove_padding", "not implemented"),
+        ("actor_rollout_ref.model.enable_gradient_checkpointing", "not implemented"),
+        ("actor_rollout_ref.rollout.sglang.mem_fraction", "vLLM"),
+        ("trainer.default_local_dir", "trainer.output_dir"),
+        ("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last"),
+    ],
+)
+def test_settings_of_other_trainers_are_refused_by_name(minimal: str, key: str, part: str) -> None:
+    """Model options that change the state dict, and sizes that this trainer does not have."""
+    with pytest.raises(ConfigError) as raised:
+        load(minimal, [f"{key}=2"])
+    assert key in raised.value.message and part in raised.value.message
+
+
+def test_keys_that_were_stated_survive_the_way_to_the_trainer(minimal: str) -> None:
+    config = load(minimal, ["trainer.seed=7"])
+    sent = RunConfig.model_validate_json(config.model_dump_json(exclude_unset=True))
+    assert sent == config
+    assert given_keys(sent) == given_keys(config)
+    assert "trainer.seed" in given_keys(config) and "trainer.nnodes" not in given_keys(config)
 
 
 def test_documented_defaults(minimal: str) -> None:
