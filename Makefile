@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: run test lint setup clean test-unit test-integration test-gpu exact bench-checkpoint bench-commands bench-s3 chaos help
+.PHONY: run test lint setup clean test-unit test-integration test-gpu exact bench-checkpoint bench-commands bench-s3 chaos doctor-fixtures help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -53,6 +53,9 @@ N ?= 1
 SEED ?= 1
 chaos: setup  ## N runs under random kills from SEED on, each ending as the undisturbed run
 	$(BIN)/python -m benchmarks.chaos --num $(N) --seed $(SEED)
+
+doctor-fixtures: setup  ## cause every fault anew for the doctor's tests; an hour, root; ARGS: names of faults
+	$(BIN)/python -m tests.faults $(ARGS)
 
 lint: setup  ## ruff, import rules, types
 	$(BIN)/ruff check .

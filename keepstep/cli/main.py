@@ -80,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_store(commands)
     _add_export(commands)
     _add_dataset(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -186,6 +187,12 @@ def _add_dataset(commands: argparse._SubParsersAction) -> None:
     expected.add_argument("--log", metavar="FILE", help="a train.log: its line `Loaded train dataset: N rows`")
     check.add_argument("--full", action="store_true", help="read every value, not the footers alone")
     check.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    doctor = _add(commands, "doctor", "doctor_command.main", "what is wrong with a run, why, and what to do")
+    doctor.add_argument("run", metavar="RUN", help="the run's folder")
+    doctor.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def _destination(flag: str) -> str:

@@ -16,6 +16,7 @@ SURFACE = {
     "keepstep convert": ["--json", "--layout", "SOURCE", "TARGET"],
     "keepstep dataset": ["ACTION"],
     "keepstep dataset check": ["--expect-rows", "--full", "--json", "--log", "--run", "FILES"],
+    "keepstep doctor": ["--json", "RUN"],
     "keepstep download": ["--json", "--step", "RUN"],
     "keepstep export": ["--dtype", "--json", "CHECKPOINT", "OUT"],
     "keepstep ls": ["--json", "--remote", "RUN"],

@@ -50,7 +50,7 @@ def report(*arguments: str) -> dict:
     return json.loads(done.stderr.splitlines()[-1])
 
 
-@pytest.mark.parametrize("command", ["verify", "verify --quick", "ls", "plan"])
+@pytest.mark.parametrize("command", ["verify", "verify --quick", "ls", "plan", "doctor"])
 def test_looking_is_light(run: RunDir, command: str):
     name, *flags = command.split()
     target = run.checkpoint(40) if name == "verify" else run.root
@@ -90,6 +90,7 @@ LIGHT_MODULES = [
     "keepstep.data.loader",
     "keepstep.data.record",
     "keepstep.data.spec",
+    "keepstep.doctor.rules",
     "keepstep.events.log",
     "keepstep.preflight.start",
     "keepstep.processes",

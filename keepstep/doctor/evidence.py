@@ -1,0 +1,333 @@
+"""What a run left behind, each piece with the file and the line that it stands in.
+
+Nothing here fails on a torn, garbled or missing file: what cannot be read is evidence as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from keepstep.attempts import Claim, judge
+from keepstep.processes import ProcessRef, boot_id, hostname
+from keepstep.run import RunDir
+
+MAX_QUOTE = 240
+"""Characters of a line that are quoted."""
+_SETTING = re.compile(r" INFO ([a-z_0-9]+(?:\.[a-z_0-9]+)+)=(.*)$")
+
+
+@dataclass(frozen=True)
+class Quote:
+    """Part of one line of a file of the run. `line` 0: the file or folder itself, `text` says what about it."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}" if self.line else f"{self.file}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a text file of the run."""
+
+    file: str
+    number: int
+    text: str
+
+    def quote(self, part: str | None = None) -> Quote:
+        """The line from `part` on, or from its beginning."""
+        start = max(self.text.find(part), 0) if part else 0
+        return Quote(self.file, self.number, self.text[start : start + MAX_QUOTE].strip())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One JSON object of events.jsonl or metrics.jsonl."""
+
+    source: Line
+    value: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return self.text("event")
+
+    @property
+    def attempt(self) -> int:
+        return int(self.number("attempt") or 0)
+
+    @property
+    def step(self) -> int | None:
+        found = self.number("step")
+        return None if found is None else int(found)
+
+    @property
+    def time(self) -> datetime | None:
+        try:
+            found = datetime.fromisoformat(self.text("time"))
+        except ValueError:
+            return None
+        return found if found.tzinfo else None
+
+    def text(self, key: str) -> str:
+        """A field as text; a missing one is empty."""
+        found = self.value.get(key)
+        return found if isinstance(found, str) else ""
+
+    def number(self, key: str) -> float | None:
+        """A field as a finite number; anything else is None."""
+        found = self.value.get(key)
+        try:
+            value = float(found) if isinstance(found, int | float) and not isinstance(found, bool) else math.nan
+        except OverflowError:
+            return None
+        return value if math.isfinite(value) else None
+
+    def quote(self, key: str | None = None) -> Quote:
+        """The line from the field `key` on; events from their name on."""
+        return self.source.quote(f'"{key or "event"}":')
+
+
+@dataclass(frozen=True)
+class Document:
+    """A JSON file as a whole: run.json, result.json, attempts/<n>.json. `value` is empty when it cannot be read."""
+
+    lines: tuple[Line, ...]
+    value: dict[str, Any]
+
+    def quote(self, part: str) -> Quote | None:
+        """The first line that holds `part`."""
+        return next((line.quote(part) for line in self.lines if part in line.text), None)
+
+
+@dataclass(frozen=True)
+class AttemptEvidence:
+    """What is known of one attempt."""
+
+    number: int
+    record: Document
+    events: tuple[Row, ...] = ()
+    log: tuple[Line, ...] = ()
+    settings: dict[str, Line] = field(default_factory=dict)
+    """What this start used, by key, as its train.log tells."""
+
+    @property
+    def end(self) -> Row | None:
+        """The event that says how it ended."""
+        ends = ("failed", "preempted", "fenced", "finished")
+        return next((row for row in reversed(self.events) if row.kind in ends), None)
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """{"status", "class", "message", "remedy", …}; empty while it is open."""
+        found = self.record.value.get("outcome")
+        if isinstance(found, dict):
+            return found
+        if self.end is not None:
+            return {"status": self.end.kind} | {k: v for k, v in self.end.value.items() if k != "event"}
+        return {}
+
+    @property
+    def failure_class(self) -> str:
+        found = self.outcome.get("class")
+        return found if isinstance(found, str) else ""
+
+    @property
+    def message(self) -> str:
+        found = self.outcome.get("message")
+        return found if isinstance(found, str) else ""
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that it finished."""
+        return max((row.step for row in self.events if row.kind == "step" and row.step is not None), default=None)
+
+    def quote_end(self) -> Quote | None:
+        """Where its end stands: the event, else the record."""
+        if self.end is not None:
+            return self.end.quote()
+        return self.record.quote('"message":') or self.record.quote('"outcome":')
+
+    def setting(self, key: str) -> str | None:
+        found = self.settings.get(key)
+        match = _SETTING.search(found.text) if found else None
+        return match.group(2) if match else None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that the rules look at."""
+
+    root: Path
+    record: Document
+    result: Document
+    attempts: tuple[AttemptEvidence, ...]
+    events: tuple[Row, ...]
+    metrics: tuple[Row, ...]
+    claim: Claim
+    """What the newest attempt means for a new start, on this host and now."""
+    now: float
+    """Seconds since the epoch."""
+    steps: tuple[int, ...] = ()
+    """Step folders on disk, ascending."""
+    without_manifest: tuple[int, ...] = ()
+    """Those of them that have no manifest.json."""
+    quarantine: tuple[str, ...] = ()
+    confirmed: tuple[int, ...] = ()
+    """Steps that the store has confirmed."""
+    unreadable: tuple[Quote, ...] = ()
+    """Files and lines that could not be read."""
+
+    @property
+    def newest(self) -> AttemptEvidence | None:
+        return self.attempts[-1] if self.attempts else None
+
+    def of(self, kind: str) -> tuple[Row, ...]:
+        """Events of one kind, oldest first."""
+        return tuple(row for row in self.events if row.kind == kind)
+
+    @property
+    def total_steps(self) -> int | None:
+        told = (row.number(key) for row in reversed(self.events) for key in ("total_steps", "total"))
+        found = next((number for number in told if number is not None), None)
+        return None if found is None else int(found)
+
+    @property
+    def step(self) -> int:
+        """The last finished step of the newest attempt that finished one, or the one it resumed from."""
+        known = [row.step for row in self.events if row.kind in ("step", "resumed") and row.step is not None]
+        return known[-1] if known else 0
+
+    @property
+    def verified(self) -> int | None:
+        """The newest step on disk that was good when it was last looked at."""
+        good: set[int] = set()
+        for row in self.events:
+            if row.step is None or row.text("source") == "s3":
+                continue
+            if row.kind == "checkpoint_verified":
+                good.add(row.step)
+            elif row.kind in ("checkpoint_rejected", "checkpoint_pruned"):
+                good.discard(row.step)
+        return max(good & set(self.steps), default=None)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the newest attempt reached the last step."""
+        return self.newest is not None and self.newest.outcome.get("status") == "finished"
+
+    @property
+    def at_work(self) -> bool:
+        return self.claim.kind == "held"
+
+
+def gather(
+    run: RunDir,
+    *,
+    now: float | None = None,
+    host: str | None = None,
+    boot: str | None = None,
+    alive: Callable[[ProcessRef], bool] = ProcessRef.alive,
+) -> Evidence:
+    """Read a run's folder. The time and this machine may be handed in; by default they are what they are."""
+    unreadable: list[Quote] = []
+    now = time.time() if now is None else now
+    events = tuple(_rows(run, run.events, unreadable))
+    attempts = tuple(_attempt(run, number, events, unreadable) for number in run.attempt_numbers())
+    newest = attempts[-1].record.value if attempts else None
+    lease_timeout_s = _lease_timeout_s(attempts[-1]) if attempts else 0.0
+    steps = tuple(run.steps())
+    return Evidence(
+        root=run.root,
+        record=_document(run, run.record, unreadable),
+        result=_document(run, run.result, unreadable),
+        attempts=attempts,
+        events=events,
+        metrics=tuple(_rows(run, run.metrics, unreadable)),
+        claim=_claim(newest, now, host or hostname(), boot_id() if boot is None else boot, lease_timeout_s, alive),
+        now=now,
+        steps=steps,
+        without_manifest=tuple(step for step in steps if not (run.checkpoint(step) / "manifest.json").is_file()),
+        quarantine=tuple(sorted(path.name for path in run.quarantine.glob("*"))),
+        confirmed=tuple(sorted(int(path.stem) for path in run.uploads.glob("*.json") if path.stem.isdecimal())),
+        unreadable=tuple(unreadable),
+    )
+
+
+def _attempt(run: RunDir, number: int, events: tuple[Row, ...], unreadable: list[Quote]) -> AttemptEvidence:
+    log = tuple(_lines(run, run.train_log(number), unreadable))
+    settings = {match.group(1): line for line in log if (match := _SETTING.search(line.text))}
+    record = _document(run, run.attempt(number), unreadable)
+    return AttemptEvidence(number, record, tuple(row for row in events if row.attempt == number), log, settings)
+
+
+def _lease_timeout_s(attempt: AttemptEvidence) -> float:
+    try:
+        return float(attempt.setting("retry.lease_timeout_s") or 90.0)
+    except ValueError:
+        return 90.0
+
+
+def _claim(
+    record: dict[str, Any] | None, now: float, host: str, boot: str, timeout_s: float,
+    alive: Callable[[ProcessRef], bool],
+) -> Claim:  # fmt: skip
+    if record == {}:
+        return Claim("unknown", "the newest attempt's record cannot be read")
+    try:
+        return judge(record, alive=alive, now=now, host=host, boot=boot, lease_timeout_s=timeout_s)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return Claim("unknown", "the newest attempt's record is not whole")
+
+
+def _lines(run: RunDir, path: Path, unreadable: list[Quote]) -> Iterator[Line]:
+    """Lines of a text file as an editor counts them; a missing file has none."""
+    name = str(path.relative_to(run.root))
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        unreadable.append(Quote(name, 0, error.strerror or type(error).__name__))
+        return
+    for number, text in enumerate(data.decode(errors="replace").split("\n"), 1):
+        yield Line(name, number, text)
+
+
+def _rows(run: RunDir, path: Path, unreadable: list[Quote]) -> Iterator[Row]:
+    for line in _lines(run, path, unreadable):
+        value = _parse(line.text)
+        if value is not None:
+            yield Row(line, value)
+        elif line.text.strip():
+            unreadable.append(line.quote())
+
+
+def _document(run: RunDir, path: Path, unreadable: list[Quote]) -> Document:
+    lines = tuple(_lines(run, path, unreadable))
+    value = _parse("\n".join(line.text for line in lines))
+    if value is None and lines:
+        unreadable.append(Quote(lines[0].file, 0, "not a JSON object"))
+    return Document(lines, value or {})
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def is_run(run: RunDir) -> bool:
+    """Whether a folder is, or was, one of ours: its record, or what a torn one leaves."""
+    return run.has_record() or (run.root.is_dir() and bool(run.attempt_numbers()) and run.events.is_file())

@@ -1,0 +1,141 @@
+"""A resume after which the metrics are not what they were: which part of the state did not come back. Pure.
+
+Two comparisons. Steps that were trained before the kill and again after it must agree (the run promises the same
+bytes), so the first of them tells exactly. Without such a step, the steps after the resume are held against median and
+median absolute deviation of those before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from keepstep.doctor.evidence import Evidence, Quote, Row
+from keepstep.doctor.finding import PROBLEM, Finding
+
+LR, KL, GRAD_NORM = "actor/lr", "actor/kl_loss", "actor/grad_norm"
+REWARD, LENGTH, GAP = "critic/rewards/mean", "response_length/mean", "rollout/logprob_gap_max"
+COMPARED = (LR, REWARD, LENGTH, KL, GRAD_NORM)
+SAME = 1e-3
+"""Relative difference of a replayed step that rounding on other hardware may make."""
+NUM_BEFORE, NUM_AFTER, MIN_BEFORE = 20, 3, 5
+FAR, TIMES = 8.0, 3.0
+"""Robust deviations, and factor, beyond which a metric has jumped."""
+SCHEDULER = "the learning rate is not the schedule's: the scheduler was not restored"
+ENGINE = "engine and trainer drifted apart in their log-probs: the engine samples from stale weights"
+WEIGHTS = "the first rollout differs already: weights, rewards or data are not those of before"
+OPTIMIZER = "the rollout is the same and the update is not: the optimizer's state was not restored"
+REFERENCE = "rollout and gradient are the same and the KL is not: the reference is another one"
+
+
+def jump_after_resume(evidence: Evidence) -> list[Finding]:
+    """One finding per resume that shows."""
+    found = []
+    for resumed in evidence.of("resumed"):
+        step = resumed.step
+        if step is None:
+            continue
+        after = [row for row in evidence.metrics if row.attempt == resumed.attempt and (row.step or 0) > step]
+        earlier = [row for row in evidence.metrics if row.attempt < resumed.attempt]
+        result = _replayed(evidence, earlier, after) or _deviating(earlier, after, step)
+        if result:
+            found.append(_finding(resumed, *result))
+    return found
+
+
+def _finding(resumed: Row, which: str, key: str, before: Row, after: Row) -> Finding:
+    then, now = (f"{row.number(key) or 0.0:.4g} at step {row.step}" for row in (before, after))
+    change = f"{_short(key)} was {then} before, and is {now} after"
+    quotes: tuple[Quote, ...] = (resumed.quote(), before.quote(key), after.quote(key))
+    return Finding(
+        "jump_after_resume",
+        PROBLEM,
+        f"After the resume at step {resumed.step} (attempt {resumed.attempt}) {which}; {change}.",
+        quotes,
+        f"Stop the run and resume from a checkpoint before step {resumed.step}: trainer.resume_from_checkpoint=PATH. "
+        "If keepstep verify calls this one good, somebody changed it, or it is our bug: report it.",
+    )
+
+
+def _short(key: str) -> str:
+    return {LR: "the learning rate", KL: "the KL", GRAD_NORM: "the gradient norm", REWARD: "the reward",
+            LENGTH: "the response length", GAP: "the log-prob gap"}[key]  # fmt: skip
+
+
+def _replayed(evidence: Evidence, earlier: Sequence[Row], after: Sequence[Row]) -> tuple[str, str, Row, Row] | None:
+    """(what it was, metric, then, again) of the first step that was trained twice and differs."""
+    if not after or _may_differ(evidence):
+        return None
+    again = after[0]
+    then = next((row for row in reversed(earlier) if row.step == again.step), None)
+    if then is None:
+        return None
+    differing = [key for key in COMPARED if _differs(then.number(key), again.number(key))]
+    if not differing:
+        return None
+    if LR in differing:
+        return SCHEDULER, LR, then, again
+    gap_then, gap_again = then.number(GAP) or 0.0, again.number(GAP) or 0.0
+    if gap_again > max(10 * gap_then, 1e-4):
+        return ENGINE, GAP, then, again
+    if REWARD in differing or LENGTH in differing:
+        return WEIGHTS, REWARD if REWARD in differing else LENGTH, then, again
+    if GRAD_NORM in differing or _differs(then.number("actor/pg_loss"), again.number("actor/pg_loss")):
+        return OPTIMIZER, differing[0], then, again
+    return REFERENCE, KL, then, again
+
+
+def _may_differ(evidence: Evidence) -> bool:
+    """Whether the run accepted in writing that replayed steps differ."""
+    waivers = evidence.record.value.get("waivers")
+    if not isinstance(waivers, list):
+        return False
+    fields = [w["fields"] for w in waivers if isinstance(w, dict) and isinstance(w.get("fields"), list)]
+    return any(name != "trainer.total_training_steps" for names in fields for name in names)
+
+
+def _differs(one: float | None, other: float | None) -> bool:
+    return one is not None and other is not None and abs(one - other) > SAME * max(abs(one), abs(other), 1e-9)
+
+
+def _deviating(earlier: Sequence[Row], after: Sequence[Row], step: int) -> tuple[str, str, Row, Row] | None:
+    """The same by statistics, in the order in which one explains the other."""
+    last = {row.step: row for row in earlier if (row.step or 0) <= step}
+    before = [last[number] for number in sorted(n for n in last if n is not None)][-NUM_BEFORE:]
+    after = after[:NUM_AFTER]
+    if len(before) < MIN_BEFORE or not after:
+        return None
+    rate, rates = after[0].number(LR), [row.number(LR) for row in before[-3:]]
+    # A schedule that stood still may not move by more than a warm-up or a decay does in one step.
+    if rate is not None and len(set(rates)) == 1 and rates[0] and not 1 / TIMES < rate / rates[0] < TIMES:
+        return SCHEDULER, LR, before[-1], after[0]
+    gap = max((row.number(GAP) or 0.0 for row in after), default=0.0)
+    if gap > max(10 * max((row.number(GAP) or 0.0 for row in before), default=0.0), 1e-4):
+        return ENGINE, GAP, before[-1], after[0]
+    if _dropped(before, after[0]):
+        return WEIGHTS, REWARD, before[-1], after[0]
+    for key in (KL, GRAD_NORM):
+        jumped = next((row for row in after if _jumped([r.number(key) for r in before], row.number(key))), None)
+        if jumped is not None:
+            return (WEIGHTS if jumped is after[0] and key == KL else OPTIMIZER), key, before[-1], jumped
+    return None
+
+
+def _jumped(before: Sequence[float | None], value: float | None) -> bool:
+    known = [number for number in before if number is not None]
+    if value is None or len(known) < MIN_BEFORE:
+        return False
+    middle = median(known)
+    spread = 1.4826 * median(abs(number - middle) for number in known)
+    return value - middle > FAR * max(spread, 0.05 * abs(middle)) and value > TIMES * middle
+
+
+def _dropped(before: Sequence[Row], first: Row) -> bool:
+    """Whether the reward fell by more than it ever scattered, and by a quarter of its size."""
+    known = [number for row in before if (number := row.number(REWARD)) is not None]
+    value = first.number(REWARD)
+    if value is None or len(known) < MIN_BEFORE:
+        return False
+    middle = median(known)
+    spread = 1.4826 * median(abs(number - middle) for number in known)
+    return middle - value > FAR * max(spread, 0.02 * abs(middle)) and middle - value > 0.25 * abs(middle)
