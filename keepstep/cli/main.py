@@ -184,8 +184,8 @@ def _add_dataset(commands: argparse._SubParsersAction) -> None:
     expected = check.add_mutually_exclusive_group()
     expected.add_argument("--run", metavar="RUN", help="a run's folder: its record of the first start")
     expected.add_argument("--expect-rows", type=int, metavar="N", help="a number")
-    expected.add_argument("--log", metavar="FILE", help="a train.log: its line `Loaded train dataset: N rows`")
-    check.add_argument("--full", action="store_true", help="read every value, not the footers alone")
+    expected.add_argument("--log", metavar="FILE", help="a train.log, of Keepstep or verl: its last training rows")
+    check.add_argument("--deep", action="store_true", help="read every page, and give the SHA-256 of all rows")
     check.add_argument("--json", action="store_true", help="one JSON object")
 
 

@@ -15,12 +15,12 @@ from keepstep.controller.staging import staged
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
 from keepstep.controller.writers import FullWriter, ShardWriters
-from keepstep.errors import NoRoomError, Preempted
+from keepstep.errors import DataError, NoRoomError, Preempted
 from keepstep.preflight.device import resolve_device
 from keepstep.preflight.port import check_port
 from keepstep.rewards.load import load_reward
 from keepstep.rollout.environment import engine_port
-from keepstep.run import read_json
+from keepstep.run import read_json, write_json
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.plan import ResumePlan
@@ -153,21 +153,42 @@ def start_saver(
 
 
 def load_data(session: Session, model_files: str) -> tuple[Any, Any, Any]:
-    """(training set, validation set, tokenizer); the counts go to the log."""
+    """(training set, validation set, tokenizer); the counts go to the log.
+
+    What is used of the files goes into run.json at the first start, and is held against it at every later one.
+
+    Raises:
+        DataError: other rows than those the run recorded.
+    """
     from transformers import AutoTokenizer
 
-    from keepstep.data.loader import Dataset
+    from keepstep.data.loader import Dataset, Split
+    from keepstep.data.record import compare_usage
 
     tokenizer = AutoTokenizer.from_pretrained(model_files)
-    data = session.config.data
-    train_set = Dataset.load(session.start.train_files, data, tokenizer)
-    logger.info("Loaded train dataset: %d rows", train_set.num_raw_rows)
-    logger.info("Train dataset after filtering: %d rows", len(train_set))
-    if not session.start.val_files:
-        return train_set, None, tokenizer
-    val_set = Dataset.load(session.start.val_files, data, tokenizer)
-    logger.info("Loaded val dataset: %d rows", val_set.num_raw_rows)
-    logger.info("Val dataset after filtering: %d rows", len(val_set))
+    data, seed = session.config.data, session.config.trainer.seed
+
+    def load(split: Split, files: list[str]) -> Dataset:
+        found = Dataset.load(files, data, tokenizer, split=split, seed=seed)
+        logger.info("Loaded %s dataset: %d rows", split, found.num_raw_rows)
+        logger.info("%s dataset after filtering: %d rows", split.capitalize(), len(found))
+        return found
+
+    train_set = load("train", session.start.train_files)
+    val_set = load("val", session.start.val_files) if session.start.val_files else None
+    used = {"train": train_set.usage()} | ({"val": val_set.usage()} if val_set else {})
+    recorded = session.record["dataset"].setdefault("used", {})
+    differences = compare_usage(recorded, used)
+    if differences:
+        raise DataError(
+            f"The rows are not those that {session.run.root} has trained on:\n  " + "\n  ".join(differences),
+            "Set it back as it was, or give this start a trainer.output_dir of its own.",
+        )
+    if recorded != used:
+        # Of the first start, or of a run that an older release began.
+        recorded |= used
+        session.attempt.check()
+        write_json(session.run.record, session.record)
     return train_set, val_set, tokenizer
 
 

@@ -1,25 +1,28 @@
 """Rows of parquet files, from their footers, counted in a process of its own: a corrupt file can kill its reader.
 
-python -m keepstep.data.count [--full] < request.json     one JSON object a line, in the order of the files
+A reader that dies takes no other file with it: the one that killed it is named, and the rest goes to the next reader.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import IO, Any
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from keepstep.data.spec import open_file
 from keepstep.errors import DataError
 
 TIMEOUT_S = 1800.0
-MAGIC = b"PAR1"
-_TAIL_BYTES = 8
+"""Longest silence of a reader."""
+NUM_THREADS = 16
+"""Files that a reader has open at once; disks and stores answer them side by side."""
 _MAX_NAMED = 20
 
 
@@ -31,121 +34,166 @@ class FileRecord:
     rows: int
     bytes: int
     footer_sha256: str
+    columns: tuple[tuple[str, str], ...] = ()
+    """(name, type) of each; in run.json they stand once per schema, by `schema_sha256`."""
+
+    @property
+    def schema_sha256(self) -> str:
+        """Digest of names and types, in their order."""
+        return hashlib.sha256(json.dumps(self.columns, separators=(",", ":")).encode()).hexdigest()
 
     def to_record(self) -> dict[str, Any]:
-        return asdict(self)
+        record = {"path": self.path, "rows": self.rows, "bytes": self.bytes, "footer_sha256": self.footer_sha256}
+        return record | ({"schema_sha256": self.schema_sha256} if self.columns else {})
 
 
-def count_rows(files: Sequence[str], *, columns: Sequence[str] = (), full: bool = False) -> list[FileRecord]:
-    """Rows, size and footer digest of each file.
+def count_rows(files: Sequence[str], *, columns: Sequence[str] = ()) -> list[FileRecord]:
+    """Rows, size, columns and footer digest of each file, from the footers alone.
 
     Args:
         columns: which every file must have.
-        full: read every value as well, not the footers alone.
 
     Raises:
         DataError: files that are missing, empty, truncated, damaged, not parquet or without a column; all are named.
     """
-    command = [sys.executable, "-m", "keepstep.data.count", *(["--full"] if full else [])]
-    try:
-        done = subprocess.run(
-            command,
-            input=json.dumps([list(files), list(columns)]),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        answered = (error.stdout or b"").count(b"\n")
-        raise DataError(
-            f"{files[answered]}: not read within {TIMEOUT_S:.0f} s.", "Check the disk or the store."
-        ) from None
-    # What stands behind the last line's end was torn by the reader's death.
-    answers = [json.loads(line) for line in done.stdout.split("\n")[:-1]]
-    problems = [answer["problem"] for answer in answers if "problem" in answer]
-    if done.returncode != 0 and len(answers) < len(files):
-        problems.append(f"{files[len(answers)]}: unreadable: {_death(done)}")
+    return _settled(files, _Survey(files, columns, deep=False))
+
+
+def read_rows(files: Sequence[str], *, columns: Sequence[str] = ()) -> tuple[list[FileRecord], str]:
+    """`count_rows` that reads every page, and the digest of all rows in the order of the files (`row_digest`).
+
+    Raises:
+        DataError: as `count_rows`, and a page that cannot be decoded or is not what its CRC says.
+    """
+    survey = _Survey(files, columns, deep=True)
+    records = _settled(files, survey)
+    if files and not survey.rows_sha256:
+        raise DataError("The process that read the rows was killed between two files.", "Start the check again.")
+    return records, survey.rows_sha256
+
+
+def _settled(files: Sequence[str], survey: _Survey) -> list[FileRecord]:
+    answers = survey.take(list(range(len(files))), NUM_THREADS)
+    found = [answers[index] for index in range(len(files))]
+    problems = [f"{path} {answer}" for path, answer in zip(files, found, strict=True) if isinstance(answer, str)]
     if problems:
         more = f"\n  and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
         raise DataError(
-            "The data set cannot be read:\n  " + "\n  ".join(problems[:_MAX_NAMED]) + more,
-            "Fetch or write these files anew, or leave them out of data.train_files and data.val_files.",
+            f"{len(problems)} of {len(files)} data files cannot be used:\n  "
+            + "\n  ".join(problems[:_MAX_NAMED])
+            + more,
+            "Put them right, or leave them out of data.train_files and data.val_files.",
         )
-    return [FileRecord(**answer) for answer in answers]
+    return [answer for answer in found if isinstance(answer, FileRecord)]
 
 
-def _death(done: subprocess.CompletedProcess[str]) -> str:
-    if done.returncode < 0:
-        return f"its reader died of {signal.Signals(-done.returncode).name}"
-    return f"its reader ended with {done.returncode}: {(done.stderr.strip().splitlines() or ['no word'])[-1]}"
+@dataclass
+class _Reading:
+    """What one reader said before it ended."""
+
+    answers: dict[int, FileRecord | str] = field(default_factory=dict)
+    begun: list[int] = field(default_factory=list)
+    rows_sha256: str = ""
+    death: str = ""
+    """How it ended, if not by itself."""
+
+    def take(self, line: str) -> None:
+        found = json.loads(line)
+        if "rows_sha256" in found:
+            self.rows_sha256 = found["rows_sha256"]
+        elif "begin" in found:
+            self.begun.append(found["begin"])
+        elif "problem" in found:
+            self.answers[found["end"]] = found["problem"]
+        else:
+            record = found["record"]
+            columns = tuple((name, kind) for name, kind in record.pop("columns"))
+            self.answers[found["end"]] = FileRecord(**record, columns=columns)
+
+    def unanswered(self) -> list[int]:
+        return [index for index in dict.fromkeys(self.begun) if index not in self.answers]
 
 
-def inspect(path: str, columns: Sequence[str], full: bool) -> dict[str, Any]:
-    """FileRecord's fields, or {"problem": sentence}. In the reader's process."""
-    import pyarrow
+class _Survey:
+    """Readers, one after the other, until every file has its answer: a record, or a sentence about what is wrong."""
 
-    try:
-        with open_file(path) as file:
-            size = file.seek(0, 2)
-            problem = _shape_problem(file, size)
-            if problem:
-                return {"problem": f"{path} {problem}"}
-            footer = _footer(file, size)
-            rows, there = _read(file, full)
-    except FileNotFoundError:
-        return {"problem": f"{path} does not exist"}
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        return {"problem": f"{path} is damaged: {str(error).splitlines()[0]}"}
-    if missing := [column for column in columns if column not in there]:
-        return {"problem": f"{path} has no column {missing[0]}; it has {', '.join(there)}"}
-    return FileRecord(path, rows, size, hashlib.sha256(footer).hexdigest()).to_record()
+    def __init__(self, files: Sequence[str], columns: Sequence[str], *, deep: bool) -> None:
+        self._files = files
+        self._columns = columns
+        self._deep = deep
+        self.rows_sha256 = ""
+
+    def take(self, indices: list[int], num_threads: int) -> dict[int, FileRecord | str]:
+        """Answers by index. With one thread the file that kills a reader is the only one begun and not answered."""
+        answers: dict[int, FileRecord | str] = {}
+        waiting = indices
+        while waiting:
+            # A deep read hashes the rows in the order of the files.
+            reading = self._read(waiting, 1 if self._deep else num_threads)
+            answers |= reading.answers
+            suspects = reading.unanswered()
+            if len(suspects) == 1:
+                answers[suspects[0]] = f"is unreadable: {reading.death}"
+            elif suspects:
+                answers |= self.take(suspects, num_threads=1)
+            elif not reading.answers:
+                raise DataError(f"The process that reads parquet files does not start: {reading.death}.")
+            # Of one reader that took in all rows; another one's would lack those before it.
+            self.rows_sha256 = reading.rows_sha256 if len(reading.answers) == len(self._files) else ""
+            waiting = [index for index in waiting if index not in answers]
+        return answers
+
+    def _read(self, indices: list[int], num_threads: int) -> _Reading:
+        request = {
+            "files": [self._files[index] for index in indices],
+            "columns": list(self._columns),
+            "deep": self._deep,
+            "num_threads": num_threads,
+        }
+        reading = _Reading()
+        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as complaints:
+            source.write(json.dumps(request).encode())
+            source.seek(0)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "keepstep.data.reader"], stdin=source, stdout=subprocess.PIPE, stderr=complaints
+            )
+            try:
+                for line in self._lines(process, reading, indices):
+                    reading.take(line)
+                process.wait()
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
+            complaints.seek(0)
+            reading.death = _death(process.returncode, complaints.read().decode(errors="replace"))
+        return _renumbered(reading, indices)
+
+    def _lines(self, process: subprocess.Popen[bytes], reading: _Reading, indices: list[int]) -> Iterator[str]:
+        """Whole lines as they come; what stands behind the last line's end was torn by the reader's death."""
+        assert process.stdout is not None
+        descriptor, rest = process.stdout.fileno(), b""
+        while True:
+            if not select.select([descriptor], [], [], TIMEOUT_S)[0]:
+                names = ", ".join(self._files[indices[at]] for at in reading.unanswered()) or "the first file"
+                raise DataError(f"{names}: not read within {TIMEOUT_S:.0f} s.", "Check the disk or the store.")
+            chunk = os.read(descriptor, 1 << 16)
+            if not chunk:
+                return
+            *whole, rest = (rest + chunk).split(b"\n")
+            yield from (line.decode() for line in whole)
 
 
-def _shape_problem(file: IO[bytes], size: int) -> str | None:
-    if size == 0:
-        return "is 0 bytes"
-    file.seek(0)
-    if file.read(len(MAGIC)) != MAGIC:
-        return f"is not parquet: it does not begin with {MAGIC.decode()}"
-    if size < 2 * len(MAGIC) + _TAIL_BYTES // 2 or _tail(file, size)[4:] != MAGIC:
-        return f"is truncated: its {size} bytes do not end with a parquet footer"
-    length = int.from_bytes(_tail(file, size)[:4], "little")
-    if length + _TAIL_BYTES + len(MAGIC) > size:
-        return f"is damaged: its footer of {length} bytes is larger than the file of {size}"
-    return None
+def _renumbered(reading: _Reading, indices: list[int]) -> _Reading:
+    """A reader counts its own files; here they have the numbers of the whole list."""
+    reading.answers = {indices[at]: answer for at, answer in reading.answers.items()}
+    reading.begun = [indices[at] for at in reading.begun]
+    return reading
 
 
-def _tail(file: IO[bytes], size: int) -> bytes:
-    file.seek(size - _TAIL_BYTES)
-    return file.read(_TAIL_BYTES)
-
-
-def _footer(file: IO[bytes], size: int) -> bytes:
-    """Footer with its length and magic (Parquet format: file ends with metadata, 4-byte length, "PAR1")."""
-    length = int.from_bytes(_tail(file, size)[:4], "little") + _TAIL_BYTES
-    file.seek(size - length)
-    return file.read(length)
-
-
-def _read(file: IO[bytes], full: bool) -> tuple[int, list[str]]:
-    """(rows, names of the columns)."""
-    import pyarrow.parquet
-
-    parquet = pyarrow.parquet.ParquetFile(file, page_checksum_verification=full)
-    if full:
-        for batch in parquet.iter_batches():
-            batch.validate(full=True)
-    return int(parquet.metadata.num_rows), list(parquet.schema_arrow.names)
-
-
-def _main() -> None:
-    full = "--full" in sys.argv[1:]
-    files, columns = json.load(sys.stdin)
-    for path in files:
-        # Flushed line by line: the first file without an answer is the one that killed its reader.
-        print(json.dumps(inspect(path, columns, full)), flush=True)
-
-
-if __name__ == "__main__":
-    _main()
+def _death(returncode: int, complaints: str) -> str:
+    if returncode < 0:
+        return f"its reader died of {signal.Signals(-returncode).name}"
+    return f"its reader ended with {returncode}: {(complaints.strip().splitlines() or ['no word'])[-1]}"

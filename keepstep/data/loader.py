@@ -1,17 +1,24 @@
-"""Parquet rows as prompts: read, put through the chat template, tokenised, filtered."""
+"""Parquet rows as prompts: read, capped, put through the chat template, tokenised, filtered."""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 from keepstep.config.schema import DataConfig
+from keepstep.data.row_digest import RowDigest
 from keepstep.data.spec import open_file
 from keepstep.errors import DataError
 
 REWARD_MODEL, GROUND_TRUTH, EXTRA_INFO = "reward_model", "ground_truth", "extra_info"
 _TOKENIZE_BATCH = 1000
+_READ_BATCH = 4096
+
+Split = Literal["train", "val"]
 
 
 @dataclass(frozen=True)
@@ -28,36 +35,58 @@ class Row:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows that passed the filter, in the order of the files."""
+    """Rows that cap and filter left, in the order of the files."""
 
     rows: list[Row]
     num_raw_rows: int
-    """Rows of the files, before the filter."""
+    """Rows of the files, before cap and filter."""
+    rows_sha256: str
+    """Digest of all rows of the files (`row_digest`)."""
 
     @classmethod
-    def load(cls, files: Sequence[str], config: DataConfig, tokenizer: Any) -> Dataset:
-        """Read and tokenise.
+    def load(cls, files: Sequence[str], config: DataConfig, tokenizer: Any, *, split: Split, seed: int) -> Dataset:
+        """Read, draw the capped number of rows, tokenise, filter.
 
         Args:
             tokenizer: a Hugging Face tokenizer; its chat template is used where it has one.
+            seed: the run's; with `split` it says which rows a cap leaves.
 
         Raises:
             DataError: a file cannot be read, lacks a column, has a prompt of another form; prompts are over
                 `max_prompt_length` and not to be filtered; no row is left.
         """
-        records = [record for file in files for record in _read(file, config)]
+        # numpy, and not for those who only look.
+        from keepstep.data.order import subset
+
+        digest = RowDigest()
+        tables = [(file, _read_table(file, config, digest)) for file in files]
+        cap = config.train_max_samples if split == "train" else config.val_max_samples
+        indices = subset(digest.num_rows, cap, seed=seed, split=split, shuffle=config.shuffle)
+        records = list(_records(tables, indices, config))
         texts = [_render(record.prompt, tokenizer, record) for record in records]
         rows = [
             Row(index, ids, text, record.data_source, record.ground_truth, record.extra_info)
-            for index, (record, text, ids) in enumerate(zip(records, texts, _tokenize(texts, tokenizer), strict=True))
+            for index, record, text, ids in zip(indices, records, texts, _tokenize(texts, tokenizer), strict=True)
         ]
-        return cls(_filter(rows, config, files), len(rows))
+        return cls(_filter(rows, config, files), digest.num_rows, digest.hexdigest())
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, position: int) -> Row:
         return self.rows[position]
+
+    @cached_property
+    def row_ids_sha256(self) -> str:
+        """Digest of the kept rows' indices and prompt tokens: cap, filter, tokenizer and template all change it."""
+        digest = hashlib.sha256()
+        for row in self.rows:
+            digest.update(array("q", [row.index, len(row.prompt_ids), *row.prompt_ids]).tobytes())
+        return digest.hexdigest()
+
+    def usage(self) -> dict[str, Any]:
+        """What run.json keeps of it (`record.compare_usage`)."""
+        return {"rows": len(self), "row_ids_sha256": self.row_ids_sha256, "rows_sha256": self.rows_sha256}
 
 
 @dataclass(frozen=True)
@@ -72,33 +101,57 @@ class _Record:
     extra_info: dict[str, Any]
 
 
-def _read(file: str, config: DataConfig) -> Iterator[_Record]:
-    table = _read_table(file, [config.prompt_key, config.reward_fn_key, REWARD_MODEL], [EXTRA_INFO])
-    for number, row in enumerate(table.to_pylist()):
-        reward_model = row[REWARD_MODEL]
-        if not isinstance(reward_model, dict) or GROUND_TRUTH not in reward_model:
-            raise DataError(f"{file}: row {number} has no {REWARD_MODEL}.{GROUND_TRUTH}.")
-        yield _Record(
-            file,
-            number,
-            row[config.prompt_key],
-            row[config.reward_fn_key],
-            reward_model[GROUND_TRUTH],
-            row.get(EXTRA_INFO) or {},
-        )
+def _records(tables: list[tuple[str, Any]], indices: list[int], config: DataConfig) -> Iterator[_Record]:
+    """The rows with these indices, which count those of all tables and rise."""
+    import pyarrow
+
+    first = 0
+    at = iter(indices)
+    index = next(at, None)
+    for file, table in tables:
+        numbers = []
+        while index is not None and index < first + table.num_rows:
+            numbers.append(index - first)
+            index = next(at, None)
+        chosen = table if len(numbers) == table.num_rows else table.take(pyarrow.array(numbers, pyarrow.int64()))
+        for number, row in zip(numbers, chosen.to_pylist(), strict=True):
+            yield _record(file, number, row, config)
+        first += table.num_rows
 
 
-def _read_table(file: str, required: list[str], optional: list[str]) -> Any:
+def _record(file: str, number: int, row: dict[str, Any], config: DataConfig) -> _Record:
+    reward_model = row[REWARD_MODEL]
+    if not isinstance(reward_model, dict) or GROUND_TRUTH not in reward_model:
+        raise DataError(f"{file}: row {number} has no {REWARD_MODEL}.{GROUND_TRUTH}.")
+    return _Record(
+        file,
+        number,
+        row[config.prompt_key],
+        row[config.reward_fn_key],
+        reward_model[GROUND_TRUTH],
+        row.get(EXTRA_INFO) or {},
+    )
+
+
+def _read_table(file: str, config: DataConfig, digest: RowDigest) -> Any:
+    """The columns that are used, of all rows; the digest takes in every column."""
     import pyarrow
     import pyarrow.parquet
 
+    required = [config.prompt_key, config.reward_fn_key, REWARD_MODEL]
     try:
         with open_file(file) as handle:
             parquet = pyarrow.parquet.ParquetFile(handle)
             there = parquet.schema_arrow.names
             missing = [column for column in required if column not in there]
             if not missing:
-                return parquet.read(columns=[column for column in (*required, *optional) if column in there])
+                used = [column for column in (*required, EXTRA_INFO) if column in there]
+                batches = []
+                for batch in parquet.iter_batches(batch_size=_READ_BATCH):
+                    digest.update(batch)
+                    batches.append(batch.select(used))
+                schema = pyarrow.schema([parquet.schema_arrow.field(column) for column in used])
+                return pyarrow.Table.from_batches(batches, batches[0].schema if batches else schema)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read: {str(error).splitlines()[0]}", "Fetch or write it anew.") from error
     raise DataError(

@@ -7,17 +7,13 @@ from functools import lru_cache
 
 import numpy as np
 
-
-def epoch_of(offset: int, num_rows: int) -> int:
-    """The epoch, from 1, of the row that is handed out after `offset` rows."""
-    return offset // num_rows + 1
+from keepstep.data.offset import epoch_of
 
 
 @lru_cache(maxsize=4)
 def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """Order of the rows in an epoch: a function of (seed, epoch) alone. [num_rows] int64, read-only."""
-    generator = np.random.Generator(np.random.PCG64(int.from_bytes(_digest("order", seed, epoch)[:16], "big")))
-    order = generator.permutation(num_rows)
+    order = _generator("order", seed, epoch).permutation(num_rows)
     order.setflags(write=False)
     return order
 
@@ -31,9 +27,27 @@ def rows_at(offset: int, count: int, *, num_rows: int, seed: int, shuffle: bool)
     return indices
 
 
+def subset(num_rows: int, cap: int, *, seed: int, split: str, shuffle: bool) -> list[int]:
+    """Indices of the rows that a cap leaves, in their order: drawn by (seed, split), or the first ones.
+
+    Args:
+        cap: rows at most; -1: all of them.
+        split: "train" or "val", so that the two are drawn apart.
+    """
+    if cap < 0 or cap >= num_rows:
+        return list(range(num_rows))
+    if not shuffle:
+        return list(range(cap))
+    return sorted(int(index) for index in _generator("subset", seed, split).permutation(num_rows)[:cap])
+
+
 def sample_seed(seed: int, step: int, prompt: int, sample: int) -> int:
     """63-bit seed of one response. Hashed, because equal or neighbouring seeds may give equal samples."""
     return int.from_bytes(_digest("sample", seed, step, prompt, sample)[:8], "big") >> 1
+
+
+def _generator(*parts: object) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(int.from_bytes(_digest(*parts)[:16], "big")))
 
 
 def _digest(*parts: object) -> bytes:

@@ -15,7 +15,7 @@ SURFACE = {
     "keepstep": ["--version", "COMMAND"],
     "keepstep convert": ["--json", "--layout", "SOURCE", "TARGET"],
     "keepstep dataset": ["ACTION"],
-    "keepstep dataset check": ["--expect-rows", "--full", "--json", "--log", "--run", "FILES"],
+    "keepstep dataset check": ["--deep", "--expect-rows", "--json", "--log", "--run", "FILES"],
     "keepstep doctor": ["--json", "RUN"],
     "keepstep download": ["--json", "--step", "RUN"],
     "keepstep export": ["--dtype", "--json", "CHECKPOINT", "OUT"],
