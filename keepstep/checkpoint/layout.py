@@ -52,6 +52,11 @@ def shard_dir(name: str) -> str | None:
     return folder if folder in SHARD_DIRS and _SHARD.fullmatch(file) else None
 
 
+def is_policy(name: str) -> bool:
+    """Whether this file holds weights of the policy, in either layout."""
+    return name == ACTOR or shard_dir(name) == ACTOR_SHARDS
+
+
 def holds_tensors(name: str) -> bool:
     """Whether the manifest lists this file's tensors."""
     return name in TENSOR_FILES or shard_dir(name) is not None

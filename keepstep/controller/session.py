@@ -42,10 +42,10 @@ from keepstep.errors import (
 )
 from keepstep.events.log import EventLog, Listener, utc_now
 from keepstep.platform import servers
-from keepstep.preflight.contract import EXACTNESS
+from keepstep.preflight.contract import EXACTNESS, MISMATCHED_SIZES, SCHEDULER
+from keepstep.preflight.model import model_folder
 from keepstep.preflight.start import Start, make_plan, prepare
 from keepstep.processes import ProcessRef
-from keepstep.quickstart.make import made_path
 from keepstep.run import RunDir, write_atomic, write_json
 from keepstep.storage.protocol import DamagedObjectError
 from keepstep.storage.remote import object_key, sweep_downloads
@@ -155,7 +155,7 @@ class Session:
 
     def model_files(self, resumed_step: int | None) -> str:
         """Folder with config and tokenizer: the model's own, or the resumed checkpoint's where a made model is gone."""
-        folder = made_path(self.config.actor_rollout_ref.model.path, self.run)
+        folder = model_folder(self.config.actor_rollout_ref.model.path, self.run)
         if not (folder / "config.json").is_file() and resumed_step is not None:
             folder = self.run.checkpoint(resumed_step) / layout.TOKENIZER_DIR
         return str(folder)
@@ -163,10 +163,11 @@ class Session:
     def waive_exactness(self) -> bool:
         """Whether this run has accepted, in writing, that replayed steps may differ.
 
-        A longer run with a constant learning rate takes the same steps: that waiver promises no other bytes.
+        A longer run with a constant learning rate takes the same steps, and a scheduler that is a function of the step
+        is rebuilt as it was: those waivers promise no other bytes.
         """
         waived = {field for waiver in self.record["waivers"] for field in waiver["fields"]}
-        return bool(waived - {"trainer.total_training_steps"})
+        return bool(waived - {"trainer.total_training_steps", SCHEDULER, MISMATCHED_SIZES})
 
     def _write_record(self) -> Record:
         """run.json and config.yaml at the first start; brought back from the store for a lost folder; waivers added."""
@@ -178,10 +179,12 @@ class Session:
                 "keepstep": keepstep.__version__,
                 "layout_version": layout.LAYOUT_VERSION,
                 "contract": self.start.terms,
+                "model": {"path": self.config.actor_rollout_ref.model.path, "files": self.start.model_files},
                 "dataset": self.start.dataset,
                 "waivers": [],
             }
-        waived = [drift.field for drift in self.start.waived] + [f for f in self.config.resume.allow if f == EXACTNESS]
+        standing = (EXACTNESS, SCHEDULER, MISMATCHED_SIZES)
+        waived = [drift.field for drift in self.start.waived] + [f for f in self.config.resume.allow if f in standing]
         if waived:
             record["waivers"] = [
                 *record.get("waivers", []),
@@ -258,7 +261,7 @@ class Session:
     def _mend(self, step: int) -> bool:
         """Mend the reference of a step that is whole otherwise; whether it verifies now."""
         manifest = parse((self.run.checkpoint(step) / layout.MANIFEST).read_bytes())
-        model_dir = made_path(self.config.actor_rollout_ref.model.path, self.run)
+        model_dir = model_folder(self.config.actor_rollout_ref.model.path, self.run)
         sources = {"disk": from_disk(self.run), "model": from_model(model_dir, manifest)}
         if self.start.remote is not None:
             sources["store"] = self._from_store(step)

@@ -23,12 +23,14 @@ def complete_result(config: RunConfig) -> dict[str, Any] | None:
     result, record, first = read_json(run.result), read_json(run.record), load(str(run.config))
     if (config.data, config.actor_rollout_ref.model) != (first.data, first.actor_rollout_ref.model):
         return None
+    recorded = record["contract"]
     terms = contract.terms(
         config,
-        model_fingerprint=record["contract"]["model.fingerprint"],
+        model_fingerprint=recorded["model.fingerprint"],
         total_steps=resolve_total_steps(config, record["dataset"]["num_rows"]),
+        init_from_fingerprint=recorded.get("init_from.fingerprint", ""),
     )
-    if contract.compare(record["contract"], terms) or result["final_step"] != result["target_step"]:
+    if contract.serious(contract.compare(recorded, terms)) or result["final_step"] != result["target_step"]:
         return None
     if config.s3_enabled and result["uploaded"] != result["final_step"]:
         return None

@@ -196,6 +196,11 @@ def compare(then: dict[str, Any], now: dict[str, Any], given: frozenset[str] | N
     return drifts
 
 
+def serious(drifts: Sequence[Drift]) -> list[Drift]:
+    """Those that stop a start, or need a yes."""
+    return [drift for drift in drifts if drift.drift_class in (FATAL, CONFIRM)]
+
+
 def stated(config: RunConfig) -> frozenset[str]:
     """The settings that this start gives, with those that are derived from given ones."""
     given = given_keys(config)
@@ -217,10 +222,9 @@ def enforce(
     Raises:
         ContractError: a fatal drift, or one that `allow` does not name; the message is the table of them.
     """
-    serious = [drift for drift in drifts if drift.drift_class in (FATAL, CONFIRM)]
-    refused = [drift for drift in serious if drift.drift_class == FATAL or drift.field not in allow]
+    refused = [drift for drift in serious(drifts) if drift.drift_class == FATAL or drift.field not in allow]
     if not refused:
-        return serious
+        return serious(drifts)
     lines = [f"{where} was started with other settings:", *table(refused), *(f"  {line}" for line in details)]
     confirmable = [drift.field for drift in refused if drift.drift_class == CONFIRM]
     if len(confirmable) == len(refused):

@@ -1,22 +1,26 @@
 """Everything that is checked before a run is touched. A refused start writes nothing into the run.
 
-Order: configuration, store, data, model, contract, checkpoints. The lease comes after, in the trainer.
+`STEPS` are the checks in their order; each leaves in `Start` what the next ones need. `prepare` stops at the first that
+fails; `preflight.checks` goes on and tells of all. The lease comes after, in the trainer.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from keepstep.checkpoint import layout
 from keepstep.checkpoint.history import uploaded_steps, verified_steps
+from keepstep.checkpoint.manifest import parse
 from keepstep.checkpoint.plan import Rejection, ResumePlan, plan
 from keepstep.checkpoint.verify import verify
-from keepstep.config.load import resolve_total_steps, validate
+from keepstep.config.load import given_keys, resolve_total_steps, validate
 from keepstep.config.schema import RunConfig
 from keepstep.data import record as dataset_record
 from keepstep.data.count import count_rows
@@ -33,31 +37,45 @@ from keepstep.errors import (
 )
 from keepstep.platform import servers
 from keepstep.preflight import contract
-from keepstep.preflight.device import resolve_device
-from keepstep.preflight.model import check_model, fingerprint
+from keepstep.preflight.model import (
+    Files,
+    check_model,
+    checkpoint_bytes,
+    differing_files,
+    fingerprint,
+    fingerprint_of,
+    model_files,
+    model_folder,
+    refuse_checkpoint,
+)
 from keepstep.processes import ProcessRef
-from keepstep.quickstart.make import PREFIX, made_path, make_data, make_model
+from keepstep.quickstart.make import PREFIX, make_data, make_model
 from keepstep.rewards.load import load_reward
 from keepstep.run import RunDir, read_json
 
 Record = dict[str, Any]
 MIN_FREE_BYTES = 256 * 1024**2
+ROOM_FACTOR = 1.2
 
 
 @dataclass
 class Start:
-    """What the checks found, for whoever goes on."""
+    """What the checks found, for whoever goes on. A field is as below until its check has been made."""
 
     config: RunConfig
     run: RunDir
-    total_steps: int
-    train_files: list[str]
-    val_files: list[str]
-    dataset: Record
-    terms: dict[str, Any]
-    existing: Record | None
+    total_steps: int = 0
+    train_files: list[str] = field(default_factory=list)
+    val_files: list[str] = field(default_factory=list)
+    dataset: Record = field(default_factory=dict)
+    model_files: Files = field(default_factory=dict)
+    model_fingerprint: str = ""
+    init_from: Path | None = None
+    """The checkpoint whose weights a new run begins with."""
+    terms: dict[str, Any] = field(default_factory=dict)
+    existing: Record | None = None
     """run.json of the run that stands here or in the store; None: this is its first start."""
-    plan: ResumePlan
+    plan: ResumePlan = field(default_factory=ResumePlan)
     """Where it goes on."""
     remote: Any = None
     """The run's folder in the store (`storage.remote.RemoteRun`); None without a store or when it does not answer."""
@@ -68,43 +86,234 @@ class Start:
     servers: list[ProcessRef] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Step:
+    """One check: `act` fills in what it found and answers with a sentence, or raises what is wrong."""
+
+    id: str
+    act: Callable[[Start], str]
+    needs: tuple[str, ...] = ()
+    """Checks without whose findings this one says nothing."""
+
+
 def prepare(config: RunConfig) -> Start:
     """All checks, each error naming the thing and the way out; writes nothing into the run."""
-    run = RunDir.at(config.trainer.output_dir)
-    warnings = validate(config)
-    check_room(run)
-    check_foreign(run)
-    store = open_store(config, run)
-    existing, remote, notes = find_record(config, run, store)
-    train_files, val_files, dataset = check_dataset(config, run, existing)
-    total_steps = resolve_total_steps(config, dataset["num_rows"])
-    resolve_device(config.trainer.device)
-    load_reward(config.custom_reward_function.name, config.custom_reward_function.path)
-    model_fingerprint = check_run_model(config, run, existing)
-    terms = contract.terms(config, model_fingerprint=model_fingerprint, total_steps=total_steps)
-    waived = []
-    if existing is not None:
-        drifts = contract.compare(existing["contract"], terms)
-        waived = contract.enforce(drifts, config.resume.allow, f"The run in {run.root}", unsaved(run))
-    chosen = make_plan(config, run, remote, existing, total_steps)
-    if chosen.step is None and config.actor_rollout_ref.model.path.startswith(PREFIX):
-        make_again(config, run, model_fingerprint)
-    return Start(
-        config=config,
-        run=run,
-        total_steps=total_steps,
-        train_files=train_files,
-        val_files=val_files,
-        dataset=dataset,
-        terms=terms,
-        existing=existing,
-        plan=chosen,
-        remote=remote,
-        waived=waived,
-        warnings=warnings + notes,
-        environment=store.env if store else {},
-        servers=servers.running(run.platform),
+    start = Start(config, RunDir.at(config.trainer.output_dir))
+    for step in STEPS:
+        step.act(start)
+    return start
+
+
+def _settings(start: Start) -> str:
+    start.warnings += validate(start.config)
+    contract.resolve_device(start.config.trainer.device)
+    return f"{len(given_keys(start.config))} settings are given and go together"
+
+
+def _output_dir(start: Start) -> str:
+    check_room(start.run)
+    check_foreign(start.run)
+    return f"{start.run.root} takes files"
+
+
+def _store(start: Start) -> str:
+    start.existing = read_json(start.run.record) if start.run.has_record() else None
+    store = open_store(start.config, start.run)
+    start.environment = store.env if store else {}
+    start.existing, start.remote, notes = find_record(start.config, start.run, store)
+    start.servers = servers.running(start.run.platform)
+    start.warnings += notes
+    if not start.config.s3_enabled:
+        return "no store is configured"
+    return f"{start.remote.store.where} answers" if start.remote else "does not answer: local checkpoints alone"
+
+
+def _dataset(start: Start) -> str:
+    start.train_files, start.val_files, start.dataset = check_dataset(start.config, start.run, start.existing)
+    start.total_steps = resolve_total_steps(start.config, start.dataset["num_rows"])
+    compared = "as recorded at the first start" if start.existing else "recorded at this first start"
+    return f"{start.dataset['num_rows']} rows in {len(start.train_files)} training files, {compared}"
+
+
+def _model(start: Start) -> str:
+    name = start.config.actor_rollout_ref.model.path
+    start.model_files = check_run_model(start.config, start.run, start.existing)
+    start.model_fingerprint = (
+        fingerprint_of(start.model_files)
+        if start.model_files or not start.existing
+        else start.existing["contract"]["model.fingerprint"]
     )
+    return f"{name}, fingerprint {start.model_fingerprint[:12]}…"
+
+
+def _init_from(start: Start) -> str:
+    start.init_from = find_init_from(start.config, start.existing)
+    return f"weights of {start.init_from}" if start.init_from else "no warm start"
+
+
+def _parallel(start: Start) -> str:
+    return "; ".join(parallel_sizes(start.config))
+
+
+def _grpo(start: Start) -> str:
+    given, values = given_keys(start.config), dict(grpo_settings(start.config))
+    return ", ".join(f"{key}={contract.show(values[key])}" + ("" if key in given else " (default)") for key in values)
+
+
+def _reward(start: Start) -> str:
+    reward = start.config.custom_reward_function
+    function = load_reward(reward.name, reward.path)
+    return f"{function.__module__}.{getattr(function, '__qualname__', function)} imports"
+
+
+def _contract(start: Start) -> str:
+    start.terms = contract.terms(
+        start.config,
+        model_fingerprint=start.model_fingerprint,
+        total_steps=start.total_steps,
+        init_from_fingerprint=init_from_fingerprint(start),
+    )
+    if start.existing is None:
+        return f"{len(start.terms)} terms are recorded at this first start"
+    drifts = contract.compare(start.existing["contract"], start.terms, contract.stated(start.config))
+    start.waived = contract.enforce(
+        drifts, start.config.resume.allow, f"The run in {start.run.root}", unsaved(start.run), model_details(start)
+    )
+    start.warnings += [
+        f"{drift.field}: {contract.show(drift.then)} at the first start, {contract.show(drift.now)} now; noted."
+        for drift in drifts
+        if drift.drift_class == contract.NOTE
+    ]
+    waived = ", ".join(drift.field for drift in start.waived)
+    return f"accepted: {waived}" if waived else f"{len(start.terms)} terms hold"
+
+
+def _checkpoint(start: Start) -> str:
+    config = start.config
+    start.plan = make_plan(config, start.run, start.remote, start.existing, start.total_steps)
+    if start.plan.step is None and config.actor_rollout_ref.model.path.startswith(PREFIX):
+        make_again(config, start.run, start.model_fingerprint)
+    return start.plan.describe()[-1]
+
+
+def _room(start: Start) -> str:
+    needed = int(ROOM_FACTOR * next_checkpoint_bytes(start))
+    parent = existing_parent(start.run.root)
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        start.warnings.append(
+            f"{parent}: {size(free)} free, the next checkpoint asks for about {size(needed)}: "
+            "the first save may find no room."
+        )
+    return f"{size(free)} free, a checkpoint asks for about {size(needed)}"
+
+
+STEPS: tuple[Step, ...] = (
+    Step("settings", _settings),
+    Step("output_dir", _output_dir),
+    Step("store", _store, ("output_dir",)),
+    Step("dataset", _dataset),
+    Step("model", _model),
+    Step("init_from", _init_from),
+    Step("parallel", _parallel),
+    Step("grpo", _grpo),
+    Step("reward", _reward),
+    Step("contract", _contract, ("dataset", "model", "init_from", "reward")),
+    Step("checkpoint", _checkpoint, ("store", "dataset", "model")),
+    Step("room", _room, ("output_dir", "model")),
+)
+
+
+def parallel_sizes(config: RunConfig) -> list[str]:
+    """The sizes by which the job is cut, each with whether it is given."""
+    given = given_keys(config)
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    sizes = {
+        "trainer.nnodes": config.trainer.nnodes,
+        "trainer.n_gpus_per_node": config.trainer.n_gpus_per_node,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": rollout.tensor_model_parallel_size,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": actor.ppo_micro_batch_size_per_gpu,
+    }
+    named = [f"{key}={value}" + ("" if key in given else " (default)") for key, value in sizes.items()]
+    return [f"{config.world_size} ranks", *named]
+
+
+def grpo_settings(config: RunConfig) -> list[tuple[str, Any]]:
+    """What makes the algorithm GRPO as it is run here."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    return [
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator),
+        ("actor_rollout_ref.rollout.n", rollout.n),
+        ("actor_rollout_ref.actor.use_kl_loss", actor.use_kl_loss),
+        ("actor_rollout_ref.actor.kl_loss_coef", actor.kl_loss_coef),
+        ("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type),
+        ("actor_rollout_ref.actor.clip_ratio", actor.clip_ratio),
+        ("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode),
+        ("actor_rollout_ref.rollout.temperature", rollout.temperature),
+    ]
+
+
+def find_init_from(config: RunConfig, existing: Record | None) -> Path | None:
+    """The checkpoint of a warm start: what is given, else what the run recorded; it is looked at only where it counts.
+
+    Raises:
+        CheckpointError: a new run is to begin with it, and its weights are not whole.
+    """
+    recorded = existing["contract"].get("trainer.init_from") if existing else None
+    given = config.trainer.init_from or recorded
+    if given is None:
+        return None
+    folder = Path(os.path.realpath(Path(given).expanduser()))
+    if existing is None:
+        found = verify(folder)
+        if not found.exportable:
+            reason = found.reasons[0] if found.reasons else found.state
+            raise CheckpointError(
+                f"trainer.init_from: {given} has no weights to begin with: {reason}.",
+                f"See what is wrong: keepstep verify {given}",
+            )
+    return folder
+
+
+def init_from_fingerprint(start: Start) -> str:
+    """What identifies the weights of a warm start; the recorded value where the checkpoint is gone by now."""
+    recorded = start.existing["contract"].get("init_from.fingerprint", "") if start.existing else ""
+    if start.init_from is None or not (start.init_from / layout.MANIFEST).is_file():
+        return recorded
+    files = parse((start.init_from / layout.MANIFEST).read_bytes()).files
+    weights = [f"{name} {files[name].tree}" for name in sorted(files) if layout.is_policy(name)]
+    return hashlib.sha256("\n".join(weights).encode()).hexdigest()
+
+
+def model_details(start: Start) -> list[str]:
+    """Which of the model's files are not what they were, in words."""
+    recorded = (start.existing or {}).get("model")
+    if not recorded or not start.model_files:
+        return []
+    lines = differing_files(recorded["files"], start.model_files)
+    if not lines:
+        return []
+    now = start.config.actor_rollout_ref.model.path
+    where = "the same path" if recorded["path"] == now else f"then {recorded['path']}"
+    return [f"model {now} ({where}): {'; '.join(lines)}"]
+
+
+def next_checkpoint_bytes(start: Start) -> int:
+    """Size of the newest checkpoint here, else what the model lets expect."""
+    steps = start.run.steps()
+    if steps:
+        files = (path for path in start.run.checkpoint(steps[-1]).rglob("*") if path.is_file())
+        return sum(path.stat().st_size for path in files)
+    folder = model_folder(start.config.actor_rollout_ref.model.path, start.run)
+    return checkpoint_bytes(folder) if (folder / "config.json").is_file() else 0
+
+
+def size(num_bytes: int) -> str:
+    """Bytes as a person reads them."""
+    value, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if value >= 10 or units[0] == "bytes" else f"{value:.1f} {units[0]}"
 
 
 def make_plan(
@@ -185,16 +394,17 @@ def unsaved(run: RunDir) -> str:
     return f" Nothing was saved yet: {run.root} may as well be deleted."
 
 
-def check_run_model(config: RunConfig, run: RunDir, existing: Record | None) -> str:
-    """The model's fingerprint. A made model that is gone comes from the run's own checkpoints and is not made again."""
+def check_run_model(config: RunConfig, run: RunDir, existing: Record | None) -> Files:
+    """The model's files. A made model that is gone comes from the run's own checkpoints and is not made again: none."""
     name = config.actor_rollout_ref.model.path
-    folder = made_path(name, run)
+    folder = model_folder(name, run)
     if name.startswith(PREFIX) and not (folder / "config.json").is_file():
         if existing is not None:
-            return existing["contract"]["model.fingerprint"]
+            return {}
         make_model(name, run)
-    check_model(folder)
-    return fingerprint(folder)
+    refuse_checkpoint(folder, run)
+    check_model(name, folder, existing["contract"].get("actor_rollout_ref.model.path", "") if existing else "")
+    return model_files(folder)
 
 
 def make_again(config: RunConfig, run: RunDir, expected: str) -> None:
@@ -215,9 +425,7 @@ def make_again(config: RunConfig, run: RunDir, expected: str) -> None:
 
 def check_room(run: RunDir) -> None:
     """Some room must be left where the run goes; the needs of a save are checked at the save."""
-    parent = run.root
-    while not parent.exists():
-        parent = parent.parent
+    parent = existing_parent(run.root)
     try:
         # Asking for permission is not enough: some filesystems permit everything to root and take nothing.
         tempfile.TemporaryFile(dir=parent).close()
@@ -231,6 +439,11 @@ def check_room(run: RunDir) -> None:
             f"{parent}: {free // 1024**2} MiB free, at least {MIN_FREE_BYTES // 1024**2} MiB are needed.",
             "Free space or move trainer.output_dir.",
         )
+
+
+def existing_parent(path: Path) -> Path:
+    """The path itself or the nearest folder above it that exists."""
+    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
 
 
 def check_foreign(run: RunDir) -> None:
