@@ -150,13 +150,19 @@ def port_in_use(evidence: Evidence) -> list[Finding]:
 def store_refused(evidence: Evidence) -> list[Finding]:
     hits = failed(evidence, lambda attempt: attempt.failure_class == "storage_refused")
     refusals = [row for row in evidence.of("upload_failed") if row.text("reason").startswith("refused")]
+    no_bucket = any("NoSuchBucket" in text for text in [hit.message for hit in hits[-1:]])
     return explain(
         evidence,
         "store_refused",
         hits,
-        "The object store says no: its credentials, its bucket or what they permit are wrong. Another try cannot help.",
-        _remedy(hits, "Check bucket and credentials.")
-        + " Then the same command uploads what is missing and trains nothing again.",
+        f"The object store says no, because {'the bucket is not there' if no_bucket else 'of credentials or rights'}: "
+        "another try cannot help.",
+        (
+            "Create the bucket, or correct s3.bucket and s3.endpoint_url."
+            if no_bucket
+            else "Check the credentials (standard AWS chain: environment, profile, instance role) and what they permit."
+        )
+        + " Then start the same command again: it uploads what is missing and trains nothing that is saved.",
         refusals[:1],
     )
 
@@ -319,7 +325,7 @@ def preempted(evidence: Evidence) -> list[Finding]:
             NOTE,
             f"{times(len(hits)).capitalize()} an attempt was asked to leave, saved and left.",
             tuple(quote for hit in hits[-2:] if (quote := hit.quote_end())),
-            SAME_COMMAND if waits else "Nothing to do: the run went on.",
+            SAME_COMMAND if waits else "Nothing to do: a later attempt took it up.",
             frozenset(hit.number for hit in hits),
         )
     ]
@@ -398,7 +404,7 @@ def explain(
     last = hits[-1]
     quotes: list[Quote | None] = [hit.quote_end() for hit in hits[-2:]]
     quotes += [row.quote(key) for row in more]
-    quotes += [last.settings[setting].quote(setting) for setting in settings_quoted if setting in last.settings]
+    quotes += [last.settings[setting].quote for setting in settings_quoted if setting in last.settings]
     quotes += [_traceback(last)] if tracebacks else []
     stands = last is evidence.newest and not evidence.finished
     overcome = "" if stands else f" A later attempt went on{' and finished the run' if evidence.finished else ''}."
@@ -416,8 +422,8 @@ def explain(
 
 def setting(evidence: Evidence, key: str, default: str) -> str:
     """What the newest start used."""
-    found = evidence.newest.setting(key) if evidence.newest else None
-    return default if found is None else found
+    found = evidence.newest.settings.get(key) if evidence.newest else None
+    return default if found is None else found.value
 
 
 def resumed_at(attempt: AttemptEvidence) -> int | None:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +21,10 @@ from keepstep.run import RunDir
 
 MAX_QUOTE = 240
 """Characters of a line that are quoted."""
-_SETTING = re.compile(r" INFO ([a-z_0-9]+(?:\.[a-z_0-9]+)+)=(.*)$")
+LEASE_TIMEOUT_S = 90.0
+"""What `retry.lease_timeout_s` is unless it is set."""
+_LOGGED = re.compile(r" INFO ([a-z_0-9]+(?:\.[a-z_0-9]+)+)=(.*)$")
+_WRITTEN = re.compile(r"( *)([a-z_0-9]+): *(.*)$")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,14 @@ class Line:
         """The line from `part` on, or from its beginning."""
         start = max(self.text.find(part), 0) if part else 0
         return Quote(self.file, self.number, self.text[start : start + MAX_QUOTE].strip())
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting as text, and where it stands."""
+
+    value: str
+    quote: Quote
 
 
 @dataclass(frozen=True)
@@ -117,8 +128,8 @@ class AttemptEvidence:
     record: Document
     events: tuple[Row, ...] = ()
     log: tuple[Line, ...] = ()
-    settings: dict[str, Line] = field(default_factory=dict)
-    """What this start used, by key, as its train.log tells."""
+    settings: dict[str, Setting] = field(default_factory=dict)
+    """What this start used, by dotted key, from its train.log; without that what the first start used."""
 
     @property
     def end(self) -> Row | None:
@@ -157,11 +168,6 @@ class AttemptEvidence:
             return self.end.quote()
         return self.record.quote('"message":') or self.record.quote('"outcome":')
 
-    def setting(self, key: str) -> str | None:
-        found = self.settings.get(key)
-        match = _SETTING.search(found.text) if found else None
-        return match.group(2) if match else None
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -179,8 +185,6 @@ class Evidence:
     """Seconds since the epoch."""
     steps: tuple[int, ...] = ()
     """Step folders on disk, ascending."""
-    without_manifest: tuple[int, ...] = ()
-    """Those of them that have no manifest.json."""
     quarantine: tuple[str, ...] = ()
     confirmed: tuple[int, ...] = ()
     """Steps that the store has confirmed."""
@@ -242,10 +246,10 @@ def gather(
     unreadable: list[Quote] = []
     now = time.time() if now is None else now
     events = tuple(_rows(run, run.events, unreadable))
-    attempts = tuple(_attempt(run, number, events, unreadable) for number in run.attempt_numbers())
+    written = _written_settings(_lines(run, run.config, unreadable))
+    attempts = tuple(_attempt(run, number, events, written, unreadable) for number in run.attempt_numbers())
     newest = attempts[-1].record.value if attempts else None
-    lease_timeout_s = _lease_timeout_s(attempts[-1]) if attempts else 0.0
-    steps = tuple(run.steps())
+    lease_timeout_s = _lease_timeout_s(attempts[-1]) if attempts else LEASE_TIMEOUT_S
     return Evidence(
         root=run.root,
         record=_document(run, run.record, unreadable),
@@ -255,26 +259,50 @@ def gather(
         metrics=tuple(_rows(run, run.metrics, unreadable)),
         claim=_claim(newest, now, host or hostname(), boot_id() if boot is None else boot, lease_timeout_s, alive),
         now=now,
-        steps=steps,
-        without_manifest=tuple(step for step in steps if not (run.checkpoint(step) / "manifest.json").is_file()),
+        steps=tuple(run.steps()),
         quarantine=tuple(sorted(path.name for path in run.quarantine.glob("*"))),
         confirmed=tuple(sorted(int(path.stem) for path in run.uploads.glob("*.json") if path.stem.isdecimal())),
         unreadable=tuple(unreadable),
     )
 
 
-def _attempt(run: RunDir, number: int, events: tuple[Row, ...], unreadable: list[Quote]) -> AttemptEvidence:
+def _attempt(
+    run: RunDir, number: int, events: tuple[Row, ...], written: dict[str, Setting], unreadable: list[Quote]
+) -> AttemptEvidence:
     log = tuple(_lines(run, run.train_log(number), unreadable))
-    settings = {match.group(1): line for line in log if (match := _SETTING.search(line.text))}
     record = _document(run, run.attempt(number), unreadable)
-    return AttemptEvidence(number, record, tuple(row for row in events if row.attempt == number), log, settings)
+    own = tuple(row for row in events if row.attempt == number)
+    return AttemptEvidence(number, record, own, log, _logged_settings(log) or written)
+
+
+def _logged_settings(log: Iterable[Line]) -> dict[str, Setting]:
+    """The dotted `key=value` lines with which an attempt begins its log."""
+    found = ((line, _LOGGED.search(line.text)) for line in log)
+    return {match[1]: Setting(match[2], line.quote(match[1])) for line, match in found if match}
+
+
+def _written_settings(lines: Iterable[Line]) -> dict[str, Setting]:
+    """Settings of a config.yaml as this program writes it: sections by indentation, one setting a line."""
+    found: dict[str, Setting] = {}
+    sections: list[tuple[int, str]] = []
+    for line in lines:
+        match = _WRITTEN.match(line.text)
+        if match is None:
+            continue
+        sections = [section for section in sections if section[0] < len(match[1])]
+        if match[3]:
+            found[".".join([*(name for _, name in sections), match[2]])] = Setting(match[3], line.quote(match[2]))
+        else:
+            sections.append((len(match[1]), match[2]))
+    return found
 
 
 def _lease_timeout_s(attempt: AttemptEvidence) -> float:
+    found = attempt.settings.get("retry.lease_timeout_s")
     try:
-        return float(attempt.setting("retry.lease_timeout_s") or 90.0)
+        return float(found.value) if found else LEASE_TIMEOUT_S
     except ValueError:
-        return 90.0
+        return LEASE_TIMEOUT_S
 
 
 def _claim(

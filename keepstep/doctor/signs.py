@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from shlex import quote as shell
 
-from keepstep.doctor.ends import SAME_COMMAND, setting
+from keepstep.doctor.ends import SAME_COMMAND
 from keepstep.doctor.evidence import Evidence, Quote, Row
 from keepstep.doctor.finding import NOTE, PROBLEM, Finding
 
 IDENTICAL, EQUAL = "rollout/identical_groups", "critic/rewards/zero_std_groups"
+TEMPERATURE = "actor_rollout_ref.rollout.temperature"
 MANY, MIN_ROWS = 0.9, 3
 """Share of groups, over so many steps at least, that no chance explains."""
 MOST_SKEW_S = 5.0
@@ -27,7 +28,7 @@ def stands_still(evidence: Evidence) -> list[Finding]:
         Finding(
             "stands_still",
             PROBLEM,
-            f"Nobody works on the run: attempt {evidence.newest.number} left no outcome, and {_gone(evidence)}.",
+            f"Nobody works on the run: {_gone(evidence)}, and it left no outcome.",
             tuple(quote for quote in (*quotes, last) if quote),
             SAME_COMMAND,
             frozenset({evidence.newest.number}),
@@ -43,16 +44,14 @@ def identical_responses(evidence: Evidence) -> list[Finding]:
         return []
     early = _high(rows[:MIN_ROWS], share)
     cause = f"The responses of a group are all the same text in {_percent(rows[-1], IDENTICAL)} of the groups"
-    temperature = setting(evidence, "actor_rollout_ref.rollout.temperature", "1.0")
-    settings = evidence.newest.settings if evidence.newest else {}
-    quotes = [rows[-1].quote(IDENTICAL)]
-    quotes += [line.quote("actor_rollout_ref") for key, line in settings.items() if key.endswith("rollout.temperature")]
+    temperature = evidence.newest.settings.get(TEMPERATURE) if evidence.newest else None
+    quotes = [rows[-1].quote(IDENTICAL)] + ([temperature.quote] if temperature else [])
     return [
         Finding(
             "identical_responses",
             PROBLEM if early else NOTE,
             f"{cause}, from the first steps on: nothing is compared, so nothing is learnt "
-            f"(actor_rollout_ref.rollout.temperature={temperature})."
+            f"({TEMPERATURE}={temperature.value if temperature else '?'})."
             if early
             else f"{cause}, and were not at first: the policy has collapsed, or has learnt what there is.",
             tuple(quotes),
@@ -241,21 +240,18 @@ def uploads_behind(evidence: Evidence) -> list[Finding]:
 
 def few_rows(evidence: Evidence) -> list[Finding]:
     """A batch that takes rows more than once."""
-    batch = setting(evidence, "data.train_batch_size", "")
+    batch = evidence.newest.settings.get("data.train_batch_size") if evidence.newest else None
     dataset = evidence.record.value.get("dataset")
     rows = dataset.get("num_rows") if isinstance(dataset, dict) else None
-    if not batch.isdecimal() or type(rows) is not int or rows >= int(batch[:9]):
+    if batch is None or not batch.value.isdecimal() or type(rows) is not int or rows >= int(batch.value[:9]):
         return []
-    settings = evidence.newest.settings if evidence.newest else {}
-    quotes = (
-        evidence.record.quote(f'"num_rows": {rows}'),
-        settings["data.train_batch_size"].quote("data.train_batch_size"),
-    )
+    quotes = (evidence.record.quote(f'"num_rows": {rows}'), batch.quote)
     return [
         Finding(
             "few_rows",
             PROBLEM,
-            f"The data has {rows} rows and a batch takes {batch}: every step trains on all of them, and repeats some.",
+            f"The data has {rows} rows and a batch takes {batch.value}: every step trains on all of them, and repeats "
+            "some.",
             tuple(quote for quote in quotes if quote),
             "Give more data (data.train_files) or a smaller data.train_batch_size, in a run of its own.",
         )

@@ -1,4 +1,8 @@
-"""Remake the doctor's fixtures: `python -m tests.faults [NAME …]`. Each fault is really caused; takes root for some."""
+"""Remake the doctor's fixtures: `python -m tests.faults [NAME …]`. Each fault is really caused; some take root.
+
+What the doctor says of each stands beside it in doctor.txt and is written anew as well (`--texts`: nothing else is):
+the difference in version control is to be read.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,10 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.faults.causes import FAULTS
+from tests.faults.causes import FAULTS, Fault
 from tests.faults.lab import Lab
+from tests.faults.seen import DATA, TEXT, names, text_of
 from tests.faults.shrink import copy_kept
-
-DATA = Path(__file__).parents[1] / "data" / "doctor"
 
 
 def main() -> int:
@@ -22,14 +25,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(by_name))
     parser.add_argument("--port", type=int, default=20314, help="first port of the engines")
+    parser.add_argument("--texts", action="store_true", help="only what the doctor says of the fixtures that stand")
     args = parser.parse_args()
-    lab = Lab(Path(tempfile.mkdtemp(prefix="ks-faults-", dir="/tmp")), args.port)
+    if args.texts:
+        for name in args.names or names():
+            (DATA / name / TEXT).write_text(text_of(name))
+        return 0
+    return make(args.names or list(by_name), by_name, args.port)
+
+
+def make(wanted: list[str], by_name: dict[str, Fault], port: int) -> int:
+    lab = Lab(Path(tempfile.mkdtemp(prefix="ks-faults-", dir="/tmp")), port)
     failed = []
     try:
-        for name in args.names or by_name:
+        for name in wanted:
             begin = time.monotonic()
             try:
                 copy_kept(by_name[name](lab), DATA / name, lab.folder)
+                (DATA / name / TEXT).write_text(text_of(name))
             except Exception:
                 # The others are worth having all the same.
                 traceback.print_exc()

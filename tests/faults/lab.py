@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep.checkpoint.writer import write_torch
 from keepstep.run import RunDir, read_json, write_json
 from tests.integration.driver import Driver, Event, clean_environment
 from tests.unit.forging import reseal
@@ -111,6 +110,8 @@ def small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
 def rewrite(run: RunDir, step: int, name: str, change: Any) -> None:
     """Change the content of one tensor file of a checkpoint, and give it digests that fit."""
     import torch
+
+    from keepstep.checkpoint.writer import write_torch
 
     path = run.checkpoint(step) / name
     value = torch.load(path, weights_only=True)

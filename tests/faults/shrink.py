@@ -25,9 +25,7 @@ HOSTS = {hostname(): "node-a", OTHER_HOST: "node-b"}
 
 
 def copy_kept(run: Path, target: Path, lab: Path) -> None:
-    """Replace `target` by the scrubbed rest of `run`; a golden text beside it stays."""
-    golden = target / "doctor.txt"
-    text = golden.read_bytes() if golden.is_file() else None
+    """Replace `target` by the scrubbed rest of `run`."""
     shutil.rmtree(target, ignore_errors=True)
     words = replacements(lab)
     for path in sorted(path for pattern in KEPT for path in run.glob(pattern)):
@@ -36,8 +34,6 @@ def copy_kept(run: Path, target: Path, lab: Path) -> None:
         copy = target / path.relative_to(run)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(scrub(path.read_text(errors="replace"), words))
-    if text is not None:
-        golden.write_bytes(text)
 
 
 def replacements(lab: Path) -> dict[str, str]:
