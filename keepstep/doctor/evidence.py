@@ -104,8 +104,13 @@ class Row:
         return value if math.isfinite(value) else None
 
     def quote(self, key: str | None = None) -> Quote:
-        """The line from the field `key` on; events from their name on."""
-        return self.source.quote(f'"{key or "event"}":')
+        """The field `key` alone; without one the line from the event's name on."""
+        if key is None:
+            return self.source.quote('"event":')
+        pair = re.search(rf'"{re.escape(key)}": *[^,}}]*', self.source.text)
+        return Quote(
+            self.source.file, self.source.number, pair.group(0)[:MAX_QUOTE] if pair else self.source.quote().text
+        )
 
 
 @dataclass(frozen=True)

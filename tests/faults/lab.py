@@ -16,7 +16,7 @@ from keepstep.run import RunDir, read_json, write_json
 from tests.integration.driver import Driver, Event, clean_environment
 from tests.unit.forging import reseal
 
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 900
 
 
 @dataclass(frozen=True)
