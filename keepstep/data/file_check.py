@@ -129,6 +129,10 @@ def _read_pages(file: IO[bytes], on_batch: OnBatch) -> None:
     parquet = pyarrow.parquet.ParquetFile(
         file, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER_BYTES
     )
+    num_read = 0
     for batch in parquet.iter_batches(batch_size=_BATCH_ROWS):
         batch.validate(full=True)
         on_batch(batch)
+        num_read += batch.num_rows
+    if num_read != parquet.metadata.num_rows:
+        raise ValueError(f"its pages hold {num_read} rows, its footer names {parquet.metadata.num_rows}")

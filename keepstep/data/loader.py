@@ -150,6 +150,8 @@ def _read_table(file: str, config: DataConfig, digest: RowDigest) -> Any:
                 for batch in parquet.iter_batches(batch_size=_READ_BATCH):
                     digest.update(batch)
                     batches.append(batch.select(used))
+                if sum(batch.num_rows for batch in batches) != parquet.metadata.num_rows:
+                    raise OSError(f"its pages do not hold the {parquet.metadata.num_rows} rows that its footer names")
                 schema = pyarrow.schema([parquet.schema_arrow.field(column) for column in used])
                 return pyarrow.Table.from_batches(batches, batches[0].schema if batches else schema)
     except (pyarrow.ArrowException, OSError) as error:

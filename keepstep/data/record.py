@@ -187,7 +187,7 @@ def _compare_columns(then: Record, now: Record, schemas: dict[str, dict[str, str
 
 
 def _count(files: list[Record]) -> str:
-    return f"{len(files)} files with {sum(file['rows'] for file in files)} rows"
+    return f"{len(files)} file{'s' if len(files) != 1 else ''} with {sum(file['rows'] for file in files)} rows"
 
 
 def _names(files: list[Record]) -> str:

@@ -69,7 +69,6 @@ class RowDigest:
             self._hash((*path, "length"), _fixed_width_bytes(compute.list_value_length(values).cast(pyarrow.int64())))
             self._feed((*path, "[]"), values.flatten())
         elif _is_binary(kind):
-            values = values.cast(pyarrow.large_binary())
             self._hash((*path, "length"), _fixed_width_bytes(compute.binary_length(values).cast(pyarrow.int64())))
             self._hash((*path, "value"), _binary_bytes(values))
         elif not types.is_null(kind):
@@ -115,6 +114,8 @@ def _plain(array: Any) -> Any:
         return array.cast(pyarrow.list_(entry))
     if types.is_boolean(kind):
         return array.cast(pyarrow.uint8())
+    if _is_binary(kind):
+        return array.cast(pyarrow.large_binary())
     if types.is_float16(kind):
         array = array.cast(pyarrow.float32())
     if types.is_floating(array.type):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 
+import numpy as np
 import pytest
 
-from keepstep.data.order import epoch_of, permutation, rows_at, sample_seed
+from keepstep.data.order import epoch_of, permutation, rows_at, sample_seed, subset
 
 
 def test_next_row_when_the_batch_does_not_divide_the_rows():
@@ -49,6 +50,30 @@ def test_order_and_seeds_are_the_same_in_every_release():
     """A run may be resumed by a later release: these values must never change."""
     assert [int(row) for row in permutation(8, 42, 1)] == [2, 5, 3, 0, 4, 1, 7, 6]
     assert sample_seed(42, 1, 0, 0) == int.from_bytes(hashlib.sha256(b"sample/42/1/0/0").digest()[:8], "big") // 2
+
+
+def test_a_cap_draws_by_seed_and_split():
+    """C1: never from the operating system's entropy; the two splits and other seeds draw others."""
+    drawn = subset(200, 50, seed=42, split="train", shuffle=True)
+    assert drawn == sorted(set(drawn)) and len(drawn) == 50 and set(drawn) <= set(range(200))
+    assert drawn == subset(200, 50, seed=42, split="train", shuffle=True)
+    others = [subset(200, 50, seed=seed, split=split, shuffle=True) for seed, split in ((43, "train"), (42, "val"))]
+    assert drawn not in others and others[0] != others[1]
+    assert subset(200, 50, seed=42, split="train", shuffle=False) == list(range(50))
+    for cap in (-1, 7, 8):
+        assert subset(7, cap, seed=42, split="train", shuffle=True) == list(range(7))
+
+
+def test_every_row_may_be_drawn():
+    drawn = {row for seed in range(200) for row in subset(10, 2, seed=seed, split="train", shuffle=True)}
+    assert drawn == set(range(10))
+
+
+def test_a_cap_draws_the_same_in_every_release():
+    """A run may be resumed by a later release: these values must never change."""
+    seed = int.from_bytes(hashlib.sha256(b"subset/42/train").digest()[:16], "big")
+    expected = sorted(np.random.Generator(np.random.PCG64(seed)).permutation(20)[:5])
+    assert subset(20, 5, seed=42, split="train", shuffle=True) == expected == [2, 8, 10, 15, 19]
 
 
 def test_sample_seeds_are_63_bit_and_never_neighbours():
