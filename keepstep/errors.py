@@ -100,6 +100,12 @@ class CheckpointError(KeepstepError):
     failure_class = "checkpoint"
 
 
+class ProbeError(CheckpointError):
+    """A loaded policy computes other log-probs than the saved one did."""
+
+    failure_class = "probe"
+
+
 NO_ROOM_ERRNOS = (28, 122)
 """ENOSPC, and EDQUOT, which strikes where `df` still shows room."""
 

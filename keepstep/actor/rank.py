@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from keepstep.actor import shards
-from keepstep.actor.batch import Batch
+from keepstep.actor.batch import Batch, pack
 from keepstep.actor.host_buffer import HostBuffer
 from keepstep.actor.rng import restore_rng_states, rng_states, seed_everything
 from keepstep.algorithm import losses
 from keepstep.algorithm.schedules import lr_factor
 from keepstep.checkpoint import layout, reader
 from keepstep.config.schema import ActorConfig
-from keepstep.errors import NonFiniteError
+from keepstep.errors import CheckpointError, NonFiniteError
 from keepstep.run import read_json
 
 
@@ -43,6 +43,20 @@ class RankSpec:
     total_steps: int
     seed: int
     collective_timeout_s: float
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a rank took from a checkpoint."""
+
+    optimizer_step: int
+    """Updates that AdamW has counted; the most of any parameter."""
+    num_without_moments: int
+    """Parameters that never got a gradient: no moments were saved, they begin with none."""
+    num_saved_streams: int
+    """Ranks whose random streams the checkpoint holds."""
+    streams_restored: bool
+    """Whether this rank's random streams were set; not with another number of ranks."""
 
 
 class Rank:
@@ -86,11 +100,14 @@ class Rank:
             shards.check_names(model, set(state))
             shards.copy_chunks(dict(model.named_parameters()), state, self.spec.rank, self.spec.world_size)
 
-    def load_checkpoint(self, folder: str, staged: str | None = None) -> None:
+    def load_checkpoint(
+        self, folder: str, staged: str | None = None, rebuild_scheduler_at: int | None = None
+    ) -> LoadReport:
         """Everything from a verified checkpoint of either layout, the reference from its own weights.
 
         Args:
             staged: this node's own copy of the tensors that its ranks hold.
+            rebuild_scheduler_at: the checkpoint's scheduler is lost: set it to this global step instead.
         """
         path, own = Path(folder), Path(staged) if staged else None
         self._load(self.model, reader.read_role(path, reader.ACTOR, own))
@@ -100,10 +117,52 @@ class Rank:
         targets = shards.optimizer_targets(self.model, self.optimizer, moments.names())
         moments.fill(targets, self.spec.rank, self.spec.world_size)
         shards.restore_param_groups(self.optimizer, reader.read_param_groups(path))
-        self.scheduler.load_state_dict(reader.read_file(path / layout.SCHEDULER))
+        if rebuild_scheduler_at is None:
+            self.scheduler.load_state_dict(reader.read_file(path / layout.SCHEDULER))
+        else:
+            self._rebuild_scheduler(rebuild_scheduler_at)
         per_rank = read_json(path / layout.TRAINER_STATE)["rng_states"]["per_rank"]
-        if len(per_rank) == self.spec.world_size:
+        same_ranks = len(per_rank) == self.spec.world_size
+        if same_ranks:
             restore_rng_states(per_rank[self.spec.rank])
+        steps = [float(state["step"]) for state in self.optimizer.state.values()]
+        num_params = sum(1 for _ in self.model.parameters())
+        return LoadReport(int(max(steps, default=0)), num_params - len(steps), len(per_rank), same_ranks)
+
+    def load_weights(self, folder: str, skip_mismatched: bool) -> list[str]:
+        """Policy and reference from a checkpoint's policy, over the base weights; all else stays fresh.
+
+        Args:
+            skip_mismatched: leave out tensors of other shapes or names instead of refusing.
+
+        Returns:
+            the names of this model's tensors that were left as they were.
+
+        Raises:
+            CheckpointError: names or shapes differ and nothing may be left out.
+        """
+        source = reader.read_role(Path(folder), reader.ACTOR)
+        params = dict(self.model.named_parameters())
+        shapes = source.shapes()
+        fitting = {name for name, param in params.items() if shapes.get(name) == tuple(param.shape)}
+        left = sorted(params.keys() - fitting)
+        if left and not skip_mismatched:
+            raise CheckpointError(
+                f"trainer.init_from: {folder} does not fit the model: {len(left)} of {len(params)} tensors differ in "
+                f"name or shape ({', '.join(left[:3])}).",
+                "Give the model that it was trained from, or leave them out knowingly: "
+                "resume.allow=[mismatched_sizes] (--ignore_mismatched_sizes).",
+            )
+        for model in filter(None, (self.model, self.reference)):
+            wanted: dict[str, torch.Tensor] = {n: param for n, param in model.named_parameters() if n in fitting}
+            source.fill(wanted, self.spec.rank, self.spec.world_size)
+        return left
+
+    def probe(self, prompts: list[list[int]]) -> list[list[float]]:
+        """Log-probs of each prompt's own tokens but the first under the policy; all ranks compute the same."""
+        batch = pack(prompts, [[] for _ in prompts], [[] for _ in prompts], pad_id=0)
+        found = self._log_probs(self.model, batch)
+        return [[float(value) for value in row[: len(ids) - 1]] for ids, row in zip(prompts, found, strict=True)]
 
     def log_probs(self, batch: Batch) -> dict[str, np.ndarray]:
         """Log-probs of the batch's tokens before the update: {"old": [B, L-1], "ref": [B, L-1]} (ref only with KL)."""
@@ -159,6 +218,16 @@ class Rank:
     def learning_rate(self) -> float:
         """The learning rate that the next step will use."""
         return float(self.scheduler.get_last_lr()[0])
+
+    def _rebuild_scheduler(self, step: int) -> None:
+        """What the scheduler holds after `step` steps; the schedule is a function of the step."""
+        rates = [base * self._lr_factor(step) for base in self.scheduler.base_lrs]
+        self.scheduler.load_state_dict(
+            self.scheduler.state_dict()
+            | {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": [None]}
+        )
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def _load(self, model: torch.nn.Module, source: reader.Source) -> None:
         shards.check_names(model, source.names())

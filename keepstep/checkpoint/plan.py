@@ -45,6 +45,8 @@ class ResumePlan:
     steps_given_up: int = 0
     repair: bool = False
     """Only its reference is damaged, which other places hold as well: it is mended before anything is loaded."""
+    rebuild_scheduler: bool = False
+    """Its scheduler alone is lost, and this start has accepted to rebuild it at the global step."""
     avoided_multiple: int | None = None
     """A multiple that lost its precedence because attempts kept beginning there."""
     rejections: list[Rejection] = field(default_factory=list)
@@ -60,6 +62,7 @@ class ResumePlan:
             return [*lines, f"begins at step 0: {self.reason}"]
         lost = f"; newest is {self.newest}: {self.steps_given_up} steps given up" if self.steps_given_up else ""
         state = "its reference is damaged and will be mended" if self.repair else "verified"
+        state += ", its scheduler is lost and rebuilt at the global step" if self.rebuild_scheduler else ""
         return [*lines, f"resumes at step {self.step} ({self.source}, {state}, {self.reason}{lost})"]
 
 
@@ -74,10 +77,12 @@ def plan(
     only_step: int | None = None,
     final_step: int | None = None,
     passed_over: Sequence[Rejection] = (),
+    without_scheduler: bool = False,
 ) -> ResumePlan:
     """Decide where the run goes on.
 
     Args:
+        without_scheduler: a checkpoint here that lacks nothing but its scheduler will do.
         only_step: consider this step alone (it was named on the command line).
         final_step: the run's last step; standing and verified, it leaves nothing to train.
         passed_over: candidates that verified and turned out to be unusable when they were fetched.
@@ -105,14 +110,15 @@ def plan(
     usable: dict[Candidate, bool] = {}
     for candidate, reason in ordered:
         verdict = _verify(run, candidate, remote, expected_run_id)
-        repairable = candidate.source == "local" and only_reference_damaged(verdict)
-        usable[candidate] = verdict.resumable or repairable
+        repairable = candidate.source == "local" and only_damaged(verdict, f"{layout.REF_DIR}/")
+        rebuildable = without_scheduler and candidate.source == "local" and only_damaged(verdict, layout.SCHEDULER)
+        usable[candidate] = verdict.resumable or repairable or rebuildable
         if not usable[candidate]:
             reasons = "; ".join(verdict.reasons) or verdict.state
             found.rejections.append(Rejection(candidate.step, candidate.source, reasons))
             continue
         found.step, found.source, found.reason = candidate.step, candidate.source, reason
-        found.repair = repairable
+        found.repair, found.rebuild_scheduler = repairable, rebuildable
         found.newest = max(step for step in (c.step for c in candidates if usable.get(c, True)))
         found.steps_given_up = found.newest - candidate.step
         if stuck_at is not None and candidate.step % prefer_multiple:
@@ -122,7 +128,8 @@ def plan(
         reasons = "\n".join(f"  step {r.step} ({r.source}): {r.reason}" for r in found.rejections)
         raise CheckpointError(
             f"{run.root} has {len(candidates)} checkpoints and none can be resumed from:\n{reasons}",
-            "Bring a good one back, or start a new run in another trainer.output_dir; this one is not started over.",
+            "Bring a good one back, or start a new run in another trainer.output_dir; this one is not started over."
+            + _scheduler_hint(found.rejections),
         )
     saved = sorted({*verified_steps(run), *uploaded_steps(run)})
     if saved:
@@ -133,9 +140,11 @@ def plan(
     return found
 
 
-def only_reference_damaged(verdict: Verdict) -> bool:
-    """Whether everything that is wrong with a checkpoint of ours is its `ref/`, which is the same in every step."""
-    where = f"{layout.REF_DIR}/"
+def only_damaged(verdict: Verdict, where: str) -> bool:
+    """Whether everything that is wrong with a checkpoint of ours stands in files whose names begin with `where`.
+
+    `ref/` is the same in every step, and the scheduler is a function of the step: both can be had elsewhere.
+    """
     return verdict.manifest is not None and bool(verdict.reasons) and all(r.startswith(where) for r in verdict.reasons)
 
 
@@ -147,6 +156,14 @@ def find_stuck(events: list[Event], prefer_multiple: int) -> int | None:
                 return int(event["step"])
             return event.get("plan", {}).get("avoided_multiple")
     return None
+
+
+def _scheduler_hint(rejections: list[Rejection]) -> str:
+    """The way out where a scheduler is all that is missing."""
+    lost = [rejection.step for rejection in rejections if rejection.reason.startswith(layout.SCHEDULER)]
+    if not lost:
+        return ""
+    return f" Of step {lost[0]} the scheduler is lost: resume.allow=[scheduler] rebuilds it at the global step."
 
 
 def _verify(run: RunDir, candidate: Candidate, remote: RemoteIndex | None, run_id: str | None) -> Verdict:

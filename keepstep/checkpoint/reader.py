@@ -31,6 +31,8 @@ class Source(Protocol):
 
     def names(self) -> set[str]: ...
 
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
     def fill(self, targets: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
         """Copy into tensors of the same names; of a sharded one (DTensor) this rank's part."""
         ...
@@ -46,6 +48,9 @@ class FullFile:
 
     def names(self) -> set[str]:
         return set(self._tensors)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def fill(self, targets: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
         copy_chunks(targets, self._tensors, rank, world_size)
@@ -77,6 +82,10 @@ class ShardFolder:
 
     def names(self) -> set[str]:
         return set(self._found)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        found: Mapping[str, Any] = self._found
+        return {name: tuple(info.size) for name, info in found.items()}
 
     def fill(self, targets: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
         # Every rank plans for itself from the headers: no collective, so a rank may load while others still import.

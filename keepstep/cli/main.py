@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import keepstep
-from keepstep.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, KeepstepError
+from keepstep.errors import EXIT_FAILED, EXIT_PREEMPTED, KeepstepError
 
 Command = Callable[[argparse.Namespace, list[str]], int]
 
@@ -57,14 +57,17 @@ def overrides(args: argparse.Namespace, rest: list[str]) -> list[str]:
     """Settings of the command line as `key=value`: the flags first, so that a setting spelled out wins."""
     if not args.takes_overrides:
         return []
-    if args.ignore_mismatched_sizes:
-        raise ConfigError(
-            "--ignore_mismatched_sizes is not available yet: a checkpoint of other shapes is never loaded in part.",
-            "Start a new run from the other model: actor_rollout_ref.model.path and a trainer.output_dir of its own.",
-        )
     given = [(key, getattr(args, _destination(flag))) for flag, (key, _, _) in CONFIG_FLAGS.items()]
     found = [f"{key}={value}" for key, value in given if value is not None]
-    return found + (["trainer.debug=true"] if args.debug else []) + rest
+    found += (["trainer.debug=true"] if args.debug else []) + rest
+    return found + ([_allow("mismatched_sizes", rest)] if args.ignore_mismatched_sizes else [])
+
+
+def _allow(name: str, settings: list[str]) -> str:
+    """`resume.allow` with one more name than the settings give it."""
+    given = [setting.partition("=")[2] for setting in settings if setting.lstrip("-+").startswith("resume.allow=")]
+    names = [part.strip(" '\"") for part in given[-1].strip("[] ").split(",")] if given else []
+    return f"resume.allow=[{','.join([*filter(None, names), name])}]"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -105,7 +108,11 @@ def _add_training(commands: argparse._SubParsersAction) -> None:
             parser.add_argument(flag, metavar=metavar, help=f"{text} ({key})")
         parser.add_argument("--no-rollout-state-restore", action="store_true",
                             help="accepted: the rollout engine's state is never restored")  # fmt: skip
-        parser.add_argument("--ignore_mismatched_sizes", action="store_true", help="reserved, not available yet")
+        parser.add_argument(
+            "--ignore_mismatched_sizes",
+            action="store_true",
+            help="trainer.init_from leaves out tensors of other shapes; written down",
+        )
     # Arguments by which another process starts a trainer; not for people.
     for hidden in ("--from-env", "--events-stdout", "--watch-stdin"):
         train.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)

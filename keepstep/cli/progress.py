@@ -27,7 +27,7 @@ class ProgressPrinter:
     def _step(self, event: dict[str, Any]) -> None:
         self._seconds = [*self._seconds[-19:], event.get("seconds", 0.0)]
         mean_s = sum(self._seconds) / len(self._seconds)
-        left = int(mean_s * (event["total"] - event["step"]))
+        left = max(0, int(mean_s * (event["total"] - event["step"])))
         kl = f"  KL {event['kl']:.4f}" if "kl" in event else ""
         text = (
             f"step {event['step']:>4}/{event['total']}  reward {event['reward']:.3f}{kl}  "
@@ -52,11 +52,13 @@ class ProgressPrinter:
 
 
 def describe(event: dict[str, Any]) -> str:
-    """One line for an event that people want to see, else nothing."""
+    """What people want to see of an event, mostly one line, else nothing."""
     kind, step = event["event"], event.get("step")
     texts = {
         "attempt_started": f"attempt {event.get('attempt')} started",
-        "resumed": f"resumed at step {step} from {event.get('checkpoint')}",
+        "state_loaded": "\n".join(event.get("sentences", [])),
+        "initialised": f"begins with the weights of {event.get('source')}",
+        "checkpoint_skipped": f"step {step} is NOT saved: {event.get('reason')}",
         "checkpoint_saved": f"checkpoint of step {step} saved ({event.get('outcome')})",
         "checkpoint_verified": f"checkpoint of step {step} verified",
         "checkpoint_rejected": f"checkpoint of step {step} rejected: {event.get('reason')}",

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from keepstep.checkpoint.history import verified_steps
-from keepstep.cli.train_command import completed, warn
+from keepstep.cli.train_command import alone, completed, warn
 from keepstep.config.load import load, to_yaml
 from keepstep.config.schema import RunConfig
 from keepstep.errors import EXIT_DONE, ConfigError, KeepstepError, Preempted
@@ -46,6 +46,10 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
     warn(config)
     if args.dry_run:
         print(to_yaml(config), end="")
+        return EXIT_DONE
+    if config.trainer.debug:
+        # A look, not a run: nothing to schedule, nothing to retry.
+        alone(config)
         return EXIT_DONE
     if completed(config) is not None:
         return EXIT_DONE

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from keepstep.config.load import load, to_yaml, validate
@@ -32,14 +33,13 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
             # A flow that lost the trainer's last word must hear it from the next attempt.
             _print_event({"event": "finished", "step": result["final_step"], "result": result})
         return EXIT_DONE
-    from keepstep.cli.progress import ProgressPrinter
+    if not args.from_env:
+        alone(config)
+        return EXIT_DONE
     from keepstep.controller.session import run_attempt
 
-    flow = ProcessRef.from_record(json.loads(os.environ[launch.FLOW_VARIABLE])) if args.from_env else None
-    listener = _print_event if args.events_stdout else ProgressPrinter()
-    if config.ray.address and not args.from_env:
-        launch.run_trainer(config, listener, threading.Event())
-        return EXIT_DONE
+    flow = ProcessRef.from_record(json.loads(os.environ[launch.FLOW_VARIABLE]))
+    listener = _print_event if args.events_stdout else _progress()
     told: list[str] = []
     try:
         run_attempt(
@@ -53,6 +53,24 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
             _print_event(launch.terminal_event(error))
         raise
     return EXIT_DONE
+
+
+def alone(config: RunConfig) -> None:
+    """One attempt for a person: in this process, or as a job of the configured cluster."""
+    if config.ray.address:
+        from keepstep.controller import launch
+
+        launch.run_trainer(config, _progress(), threading.Event())
+        return
+    from keepstep.controller.session import run_attempt
+
+    run_attempt(config, listeners=[_progress()])
+
+
+def _progress() -> Callable[[dict[str, Any]], None]:
+    from keepstep.cli.progress import ProgressPrinter
+
+    return ProgressPrinter()
 
 
 def warn(config: RunConfig) -> None:

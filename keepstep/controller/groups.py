@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from keepstep.actor.batch import Batch
 from keepstep.config.schema import TimeoutConfig
 from keepstep.controller.supervision import Supervisor
 from keepstep.rollout.types import Request, Response
+
+if TYPE_CHECKING:
+    from keepstep.actor.rank import LoadReport
 
 
 class RankGroup:
@@ -35,13 +38,29 @@ class RankGroup:
     def load_initial(self, model_dir: str) -> None:
         self._all("loading the model", self._timeouts.start_s, lambda actor, _: actor.load_initial.remote(model_dir))
 
-    def load_checkpoint(self, folder: str, staged: Sequence[str | None]) -> None:
+    def load_checkpoint(
+        self, folder: str, staged: Sequence[str | None], rebuild_scheduler_at: int | None
+    ) -> list[LoadReport]:
         """
         Args:
             staged: per rank, its node's own copy.
+            rebuild_scheduler_at: the global step to set a lost scheduler to.
         """
-        what = f"loading {folder}"
-        self._all(what, self._timeouts.start_s, lambda actor, rank: actor.load_checkpoint.remote(folder, staged[rank]))
+        return self._all(
+            f"loading {folder}",
+            self._timeouts.start_s,
+            lambda actor, rank: actor.load_checkpoint.remote(folder, staged[rank], rebuild_scheduler_at),
+        )
+
+    def load_weights(self, folder: str, skip_mismatched: bool) -> list[str]:
+        """Names of the tensors that were left as they were."""
+        what = f"loading weights of {folder}"
+        call = lambda actor, _: actor.load_weights.remote(folder, skip_mismatched)  # noqa: E731
+        return self._all(what, self._timeouts.start_s, call)[0]
+
+    def probe(self, prompts: list[list[int]]) -> list[list[float]]:
+        """Log-probs of the prompts' own tokens under the policy."""
+        return self._step("probe", lambda actor, _: actor.probe.remote(prompts))[0]
 
     def by_node(self) -> dict[str, list[int]]:
         """Ranks by the node that they run on."""

@@ -25,6 +25,7 @@ from keepstep.checkpoint.repair import Fetch, from_disk, from_model, mend_refere
 from keepstep.checkpoint.verify import verify
 from keepstep.config.load import to_yaml
 from keepstep.config.schema import RunConfig
+from keepstep.controller.debugging import scratch
 from keepstep.controller.finishing import finish
 from keepstep.controller.leaving import Leaving
 from keepstep.controller.reporting import log_config, logger, open_log
@@ -68,12 +69,24 @@ def run_attempt(
     start: Start | None = None
     try:
         start = prepare(config)
+        if config.trainer.debug:
+            return debug_attempt(start, listeners, watch_stdin)
         attempt = acquire(start, flow)
         return Session(start, attempt, listeners, watch_stdin).run_to_outcome()
     finally:
         if start is not None and start.remote is not None:
             start.remote.close()
         servers.release(run.platform, ProcessRef.current("controller"))
+
+
+def debug_attempt(start: Start, listeners: Sequence[Listener], watch_stdin: bool) -> Record:
+    """One step, in a folder of its own."""
+    retry = start.config.retry
+    with scratch(start) as aside:
+        attempt = Attempt.acquire(
+            aside.run, others=[], lease_timeout_s=retry.lease_timeout_s, heartbeat_s=retry.heartbeat_s
+        )
+        return Session(aside, attempt, listeners, watch_stdin).run_to_outcome()
 
 
 def acquire(start: Start, flow: ProcessRef | None) -> Attempt:
@@ -143,6 +156,11 @@ class Session:
         self._log_start()
         sweep_temporaries(self.run, self.attempt.check)
         chosen = self._take_up()
+        if self.config.trainer.debug:
+            from keepstep.controller.training import train
+
+            train(self, chosen)
+            return {"debug": True, "final_step": (chosen.step or 0) + 1}
         if self.config.s3_enabled:
             self.uploader = Uploader(self.run, self.config, self.attempt, self.events, self.start.environment)
             for step in waiting_steps(self.config, self.run, self.start.total_steps):

@@ -23,6 +23,8 @@ class TrainState:
     """Tokens trained on."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last step, with its validation if it had one; nothing that depends on time."""
+    probe: dict[str, Any] | None = None
+    """Log-probs of a few prompts under the policy at the save (`controller.resume_probe`)."""
 
     def to_record(self, num_rows: int) -> dict[str, Any]:
         """trainer_state.json without the random streams; `epoch` is that of the next row, from 1."""
@@ -37,6 +39,7 @@ class TrainState:
             "num_updates": self.num_updates,
             "num_response_tokens": self.num_response_tokens,
             "metrics": self.metrics,
+            **({"probe": self.probe} if self.probe is not None else {}),
         }
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The GRPO loop. `Trainer.fit` is the algorithm; everything else here is one act of it.
+"""The GRPO loop. `Trainer.fit` and `Trainer.step` are the algorithm; everything else here is one act of it.
 
 Single controller (HybridFlow, arXiv:2409.19256): this process decides, ranks and engines compute.
 
@@ -22,6 +22,7 @@ from keepstep.actor.batch import Batch, deal, pack
 from keepstep.algorithm.advantages import grpo_advantages
 from keepstep.checkpoint.cadence import due
 from keepstep.config.schema import RunConfig
+from keepstep.controller import resume_probe
 from keepstep.controller.groups import EngineGroup, RankGroup
 from keepstep.controller.saver import Saver
 from keepstep.controller.state import TrainState
@@ -46,6 +47,8 @@ class Parts:
     reward: RewardFunction
     decode: Callable[[list[int]], str]
     pad_id: int
+    probe_prompts: list[list[int]]
+    """Held-out prompts whose log-probs are stored with every checkpoint."""
     report: Callable[[int, Metrics], None]
     """Told every finished step."""
     heed: Callable[[], bool]
@@ -63,26 +66,32 @@ class Trainer:
         self._timings: Metrics = {}
 
     def fit(self) -> None:
-        """Train to the last step, or to the end of the step in which the attempt is asked to leave."""
-        self.sync_weights()
+        """Train to the last step, or to the end of the step in which the attempt is asked to leave.
+
+        The engines hold the policy's weights already.
+        """
         if self.state.global_step == 0 and self.config.trainer.val_before_train:
             self.validate()
         while self.state.global_step < self.total_steps:
-            begin = time.monotonic()
-            rows = self.next_prompts()
-            responses = self.generate(rows)
-            rewards = self.score(rows, responses)
-            batch = self.pack(rows, responses, self.advantages(rewards))
-            metrics = self.update(batch)
-            self.advance(batch, rewards, responses, metrics)
-            self.sync_weights()
-            if self._due(self.config.trainer.test_freq):
-                metrics |= self.validate()
-            self.report(metrics, begin)
+            self.step()
             if self.save_due():
                 self.save()
             if self.parts.heed():
                 break
+
+    def step(self) -> None:
+        """One step of GRPO: roll out, score, update, hand the new weights to the engines."""
+        begin = time.monotonic()
+        rows = self.next_prompts()
+        responses = self.generate(rows)
+        rewards = self.score(rows, responses)
+        batch = self.pack(rows, responses, self.advantages(rewards))
+        metrics = self.update(batch)
+        self.advance(batch, rewards, responses, metrics)
+        self.sync_weights()
+        if self._due(self.config.trainer.test_freq):
+            metrics |= self.validate()
+        self.report(metrics, begin)
 
     def next_prompts(self) -> list[Row]:
         """The next rows in the run's order; that order is a function of (seed, offset) alone."""
@@ -209,6 +218,8 @@ class Trainer:
     def save(self) -> None:
         """Hand a snapshot of the state to the saver; it writes, verifies and publishes behind the loop."""
         with self._timed("save"):
+            if prompts := self.parts.probe_prompts:
+                self.state.probe = resume_probe.record(prompts, self.parts.ranks.probe(prompts))
             self.parts.saver.save(self.state, self.parts.ranks)
 
     def _due(self, every: int) -> bool:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.checkpoint import layout
 from keepstep.config.load import to_yaml
+from keepstep.controller import resume_probe
 from keepstep.controller.cluster import NUM_ENGINES, Cluster
 from keepstep.controller.groups import EngineGroup, RankGroup
 from keepstep.controller.reporting import Reporter, logger
+from keepstep.controller.resuming import load_state
 from keepstep.controller.saver import SaveContext, Saver, Writers
-from keepstep.controller.staging import staged
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
 from keepstep.controller.writers import FullWriter, ShardWriters
@@ -20,7 +21,7 @@ from keepstep.preflight.device import resolve_device
 from keepstep.preflight.port import check_port
 from keepstep.rewards.load import load_reward
 from keepstep.rollout.environment import engine_port
-from keepstep.run import read_json, write_json
+from keepstep.run import write_json
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.plan import ResumePlan
@@ -48,7 +49,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
             supervisor = Supervisor(session.leaving.check)
             ranks, engines, saver = start_workers(session, chosen, cluster, supervisor, device)
             train_set, val_set, tokenizer = data.result(timeout=session.config.timeouts.start_s)
-        state = load_state(session, chosen, ranks, supervisor)
+        state = load_state(session, chosen, ranks, supervisor, len(train_set))
         saver.context.num_rows = len(train_set)
         reporter = Reporter(session.run, session.events, session.start.total_steps)
         parts = build_parts(session, ranks, engines, saver, (train_set, val_set, tokenizer), reporter)
@@ -61,11 +62,16 @@ def train(session: Session, chosen: ResumePlan) -> None:
 
 
 def fit(session: Session, parts: Parts, state: TrainState) -> None:
-    """The loop, then the saves that are owed."""
+    """The loop, then the saves that are owed; with `trainer.debug` one step and no save."""
     from keepstep.controller.trainer import Trainer
 
     trainer = Trainer(session.config, parts, state, session.start.total_steps)
     session.leaving.training = True
+    trainer.sync_weights()
+    logger.info("engine: weight version %d", state.global_step)
+    if session.config.trainer.debug:
+        trainer.step()
+        return
     trainer.fit()
     if parts.saver.last_saved != state.global_step:
         trainer.save()
@@ -192,28 +198,6 @@ def load_data(session: Session, model_files: str) -> tuple[Any, Any, Any]:
     return train_set, val_set, tokenizer
 
 
-def load_state(session: Session, chosen: ResumePlan, ranks: RankGroup, supervisor: Supervisor) -> TrainState:
-    """Weights, optimizer, scheduler and random streams into the ranks; the counters come back."""
-    if chosen.step is None:
-        ranks.load_initial(session.model_files(None))
-        logger.info("starting at step 0 of %d, learning rate %g", session.start.total_steps, ranks.learning_rate())
-        return TrainState()
-    folder = session.run.checkpoint(chosen.step)
-    config = session.config
-    with staged(
-        folder, config.resume.stage_dir, session.record["run_id"], ranks, supervisor, config.timeouts.start_s
-    ) as copies:
-        ranks.load_checkpoint(str(folder), copies)
-    record = read_json(folder / layout.TRAINER_STATE)
-    state = TrainState.from_record(record)
-    logger.info(
-        "resumed at step %d of %d from %s: epoch %d, next row %d, learning rate %g",
-        state.global_step, session.start.total_steps, folder,
-        record["epoch"], state.train_dataset_offset, ranks.learning_rate(),
-    )  # fmt: skip
-    return state
-
-
 def build_parts(
     session: Session,
     ranks: RankGroup,
@@ -238,6 +222,7 @@ def build_parts(
         train_set=train_set,
         val_set=val_set,
         reward=load_reward(reward.name, reward.path),
+        probe_prompts=resume_probe.choose_prompts([row.prompt_ids for row in (val_set or train_set).rows]),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
         report=report,

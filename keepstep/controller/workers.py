@@ -47,8 +47,14 @@ class RankWorker(Worker):
     def load_initial(self, model_dir: str) -> None:
         self._rank.load_initial(model_dir)
 
-    def load_checkpoint(self, folder: str, staged: str | None) -> None:
-        self._rank.load_checkpoint(folder, staged)
+    def load_checkpoint(self, folder: str, staged: str | None, rebuild_scheduler_at: int | None) -> Any:
+        return self._rank.load_checkpoint(folder, staged, rebuild_scheduler_at)
+
+    def load_weights(self, folder: str, skip_mismatched: bool) -> list[str]:
+        return self._rank.load_weights(folder, skip_mismatched)
+
+    def probe(self, prompts: list[list[int]]) -> list[list[float]]:
+        return self._rank.probe(prompts)
 
     def log_probs(self, batch: Any) -> Any:
         return self._rank.log_probs(batch)

@@ -18,7 +18,7 @@ def complete_result(config: RunConfig) -> dict[str, Any] | None:
     checkpoint) is left to them: only the same start again is answered here.
     """
     run = RunDir.at(config.trainer.output_dir)
-    if not (run.result.is_file() and run.has_record() and run.config.is_file()):
+    if config.trainer.debug or not (run.result.is_file() and run.has_record() and run.config.is_file()):
         return None
     result, record, first = read_json(run.result), read_json(run.record), load(str(run.config))
     if (config.data, config.actor_rollout_ref.model) != (first.data, first.actor_rollout_ref.model):

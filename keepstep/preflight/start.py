@@ -340,6 +340,7 @@ def make_plan(
         only_step=asked_step(run, asked) if asked else None,
         final_step=total_steps,
         passed_over=passed_over,
+        without_scheduler=contract.SCHEDULER in config.resume.allow,
     )
 
 

@@ -297,7 +297,6 @@ def test_flags_of_other_trainers_guides(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--ignore_mismatched_sizes"], "--ignore_mismatched_sizes is not available yet"),
         (["trainer.sead=1"], "the nearest is trainer.seed"),
         (["--sead", "1"], "--sead: not understood"),
         (["--seed", "many"], "trainer.seed='many'"),
