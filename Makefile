@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: run test lint setup clean test-unit test-integration test-gpu exact bench-checkpoint bench-commands bench-s3 chaos doctor-fixtures help
+.PHONY: run test lint setup clean test-unit test-integration test-gpu exact bench-checkpoint bench-commands bench-dataset bench-s3 chaos doctor-fixtures help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -45,6 +45,14 @@ bench-checkpoint: setup  ## what a save costs training, against torch.save and t
 
 bench-commands: setup  ## process time of verify --quick, plan, ls
 	$(BIN)/python -m benchmarks.commands
+
+DUCKDB := build/bench/duckdb
+$(DUCKDB)/.installed:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(DUCKDB) duckdb==2.0.1
+	touch $@
+
+bench-dataset: setup $(DUCKDB)/.installed  ## dataset check of 1,000 files against pyarrow and DuckDB
+	$(BIN)/python -m benchmarks.dataset --duckdb $(DUCKDB)
 
 bench-s3: setup  ## uploads and restores against s3fs and boto3, on a null server
 	$(BIN)/python -m benchmarks.s3 $(ARGS)
