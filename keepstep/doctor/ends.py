@@ -43,6 +43,18 @@ def keys_do_not_match(evidence: Evidence) -> list[Finding]:
     )
 
 
+def other_policy(evidence: Evidence) -> list[Finding]:
+    hits = failed(evidence, lambda attempt: attempt.failure_class == "probe")
+    return explain(
+        evidence,
+        "other_policy",
+        hits,
+        "The policy that a resume loaded is not the one that was saved: it gives other log-probs to the same prompts.",
+        _remedy(hits, f"Resume from another checkpoint: keepstep plan {shell(str(evidence.root))}"),
+        [row for hit in hits[-1:] for row in hit.events if row.kind == "resumed"],
+    )
+
+
 def out_of_memory(evidence: Evidence) -> list[Finding]:
     """Apart when memory sufficed before: then something that was not there in the first start takes it."""
     hits = failed(evidence, lambda a: a.failure_class == "out_of_memory" or bool(_MEMORY.search(a.message)))
@@ -357,7 +369,7 @@ def repeated_failure(evidence: Evidence) -> list[Finding]:
 
 def unexpected(evidence: Evidence) -> list[Finding]:
     """The rest: bugs, and classes of releases to come."""
-    hits = failed(evidence, lambda attempt: bool(attempt.outcome))
+    hits = failed(evidence, lambda attempt: attempt.failure_class != "fenced")
     return explain(
         evidence,
         "unexpected",
@@ -370,8 +382,8 @@ def unexpected(evidence: Evidence) -> list[Finding]:
 
 
 ENDS: tuple[Rule, ...] = (
-    keys_do_not_match, out_of_memory, node_lost, worker_lost, port_in_use, store_refused, store_away, no_room,
-    non_finite, reward_raised, stale_weights, replay_differs, data_refused, settings_refused, checkpoints_bad,
+    keys_do_not_match, other_policy, out_of_memory, node_lost, worker_lost, port_in_use, store_refused, store_away,
+    no_room, non_finite, reward_raised, stale_weights, replay_differs, data_refused, settings_refused, checkpoints_bad,
     no_answer, repeated_failure, orphaned, unexpected, fenced, preempted, writer_lost,
 )  # fmt: skip
 

@@ -8,6 +8,7 @@ median absolute deviation of those before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from keepstep.doctor.evidence import Evidence, Quote, Row
@@ -15,17 +16,31 @@ from keepstep.doctor.finding import PROBLEM, Finding
 
 LR, KL, GRAD_NORM = "actor/lr", "actor/kl_loss", "actor/grad_norm"
 REWARD, LENGTH, GAP = "critic/rewards/mean", "response_length/mean", "rollout/logprob_gap_max"
+PG_LOSS = "actor/pg_loss"
 COMPARED = (LR, REWARD, LENGTH, KL, GRAD_NORM)
 SAME = 1e-3
 """Relative difference of a replayed step that rounding on other hardware may make."""
 NUM_BEFORE, NUM_AFTER, MIN_BEFORE = 20, 3, 5
+GAP_TIMES, LEAST_GAP = 10.0, 1e-4
+"""Growth, and size in nats, of the log-prob gap between engine and trainer that rounding does not explain."""
 FAR, TIMES = 8.0, 3.0
 """Robust deviations, and factor, beyond which a metric has jumped."""
 SCHEDULER = "the learning rate is not the schedule's: the scheduler was not restored"
 ENGINE = "engine and trainer drifted apart in their log-probs: the engine samples from stale weights"
 WEIGHTS = "the first rollout differs already: weights, rewards or data are not those of before"
 OPTIMIZER = "the rollout is the same and the update is not: the optimizer's state was not restored"
+UPDATE = "the updates have another size at the same learning rate: the optimizer's state was not restored"
 REFERENCE = "rollout and gradient are the same and the KL is not: the reference is another one"
+
+
+@dataclass(frozen=True)
+class Jump:
+    """What did not come back, the metric that shows it best, and the rows before and after."""
+
+    which: str
+    key: str
+    before: Row
+    after: Row
 
 
 def jump_after_resume(evidence: Evidence) -> list[Finding]:
@@ -39,18 +54,19 @@ def jump_after_resume(evidence: Evidence) -> list[Finding]:
         earlier = [row for row in evidence.metrics if row.attempt < resumed.attempt]
         result = _replayed(evidence, earlier, after) or _deviating(earlier, after, step)
         if result:
-            found.append(_finding(resumed, *result))
+            found.append(_finding(resumed, result))
     return found
 
 
-def _finding(resumed: Row, which: str, key: str, before: Row, after: Row) -> Finding:
+def _finding(resumed: Row, jump: Jump) -> Finding:
+    key, before, after = jump.key, jump.before, jump.after
     then, now = (f"{row.number(key) or 0.0:.4g} at step {row.step}" for row in (before, after))
     change = f"{_short(key)} was {then} before, and is {now} after"
     quotes: tuple[Quote, ...] = (resumed.quote(), before.quote(key), after.quote(key))
     return Finding(
         "jump_after_resume",
         PROBLEM,
-        f"After the resume at step {resumed.step} (attempt {resumed.attempt}) {which}; {change}.",
+        f"After the resume at step {resumed.step} (attempt {resumed.attempt}) {jump.which}; {change}.",
         quotes,
         f"Stop the run and resume from a checkpoint before step {resumed.step}: trainer.resume_from_checkpoint=PATH. "
         "If keepstep verify calls this one good, somebody changed it, or it is our bug: report it.",
@@ -62,27 +78,31 @@ def _short(key: str) -> str:
             LENGTH: "the response length", GAP: "the log-prob gap"}[key]  # fmt: skip
 
 
-def _replayed(evidence: Evidence, earlier: Sequence[Row], after: Sequence[Row]) -> tuple[str, str, Row, Row] | None:
-    """(what it was, metric, then, again) of the first step that was trained twice and differs."""
-    if not after or _may_differ(evidence):
+def _replayed(evidence: Evidence, earlier: Sequence[Row], after: Sequence[Row]) -> Jump | None:
+    """The first step that was trained twice and differs; later ones differ in consequence."""
+    if _may_differ(evidence):
         return None
-    again = after[0]
-    then = next((row for row in reversed(earlier) if row.step == again.step), None)
-    if then is None:
-        return None
-    differing = [key for key in COMPARED if _differs(then.number(key), again.number(key))]
-    if not differing:
-        return None
+    first_time = {row.step: row for row in earlier}
+    twice = [(first_time[row.step], row) for row in after if row.step in first_time][:NUM_AFTER]
+    for then, again in twice:
+        differing = [key for key in COMPARED if _differs(then.number(key), again.number(key))]
+        if differing:
+            return _part(then, again, differing)
+    return None
+
+
+def _part(then: Row, again: Row, differing: list[str]) -> Jump:
+    """Which part of the state makes these metrics differ, in the order in which one explains the other."""
     if LR in differing:
-        return SCHEDULER, LR, then, again
+        return Jump(SCHEDULER, LR, then, again)
     gap_then, gap_again = then.number(GAP) or 0.0, again.number(GAP) or 0.0
-    if gap_again > max(10 * gap_then, 1e-4):
-        return ENGINE, GAP, then, again
+    if gap_again > max(GAP_TIMES * gap_then, LEAST_GAP):
+        return Jump(ENGINE, GAP, then, again)
     if REWARD in differing or LENGTH in differing:
-        return WEIGHTS, REWARD if REWARD in differing else LENGTH, then, again
-    if GRAD_NORM in differing or _differs(then.number("actor/pg_loss"), again.number("actor/pg_loss")):
-        return OPTIMIZER, differing[0], then, again
-    return REFERENCE, KL, then, again
+        return Jump(WEIGHTS, REWARD if REWARD in differing else LENGTH, then, again)
+    if GRAD_NORM in differing or _differs(then.number(PG_LOSS), again.number(PG_LOSS)):
+        return Jump(OPTIMIZER, differing[0], then, again)
+    return Jump(REFERENCE, KL, then, again)
 
 
 def _may_differ(evidence: Evidence) -> bool:
@@ -98,27 +118,37 @@ def _differs(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and abs(one - other) > SAME * max(abs(one), abs(other), 1e-9)
 
 
-def _deviating(earlier: Sequence[Row], after: Sequence[Row], step: int) -> tuple[str, str, Row, Row] | None:
-    """The same by statistics, in the order in which one explains the other."""
+def _deviating(earlier: Sequence[Row], after: Sequence[Row], step: int) -> Jump | None:
+    """The same by statistics."""
     last = {row.step: row for row in earlier if (row.step or 0) <= step}
     before = [last[number] for number in sorted(n for n in last if n is not None)][-NUM_BEFORE:]
     after = after[:NUM_AFTER]
     if len(before) < MIN_BEFORE or not after:
         return None
-    rate, rates = after[0].number(LR), [row.number(LR) for row in before[-3:]]
-    # A schedule that stood still may not move by more than a warm-up or a decay does in one step.
-    if rate is not None and len(set(rates)) == 1 and rates[0] and not 1 / TIMES < rate / rates[0] < TIMES:
-        return SCHEDULER, LR, before[-1], after[0]
-    gap = max((row.number(GAP) or 0.0 for row in after), default=0.0)
-    if gap > max(10 * max((row.number(GAP) or 0.0 for row in before), default=0.0), 1e-4):
-        return ENGINE, GAP, before[-1], after[0]
+    if (moved := _rate_moved(before, after)) is not None:
+        return Jump(SCHEDULER, LR, before[-1], moved)
+    gap = max(row.number(GAP) or 0.0 for row in after)
+    if gap > max(GAP_TIMES * max(row.number(GAP) or 0.0 for row in before), LEAST_GAP):
+        return Jump(ENGINE, GAP, before[-1], after[0])
     if _dropped(before, after[0]):
-        return WEIGHTS, REWARD, before[-1], after[0]
+        return Jump(WEIGHTS, REWARD, before[-1], after[0])
     for key in (KL, GRAD_NORM):
         jumped = next((row for row in after if _jumped([r.number(key) for r in before], row.number(key))), None)
         if jumped is not None:
-            return (WEIGHTS if jumped is after[0] and key == KL else OPTIMIZER), key, before[-1], jumped
+            return Jump(WEIGHTS if jumped is after[0] and key == KL else UPDATE, key, before[-1], jumped)
     return None
+
+
+def _rate_moved(before: Sequence[Row], after: Sequence[Row]) -> Row | None:
+    """The first step with another learning rate, where it had stood still: no warm-up or decay moves it so in a step.
+
+    The optimizer brings its own rate back, so a wrong schedule shows one step later.
+    """
+    rates = {row.number(LR) for row in before[-3:]}
+    rate = rates.pop()
+    if rates or not rate:
+        return None
+    return next((r for r in after if (now := r.number(LR)) is not None and not 1 / TIMES < now / rate < TIMES), None)
 
 
 def _jumped(before: Sequence[float | None], value: float | None) -> bool:

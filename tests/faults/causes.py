@@ -290,14 +290,14 @@ def clock_skew(lab: Lab) -> Path:
 def fenced(lab: Lab) -> Path:
     """An attempt of another host is suspended, taken for dead, and wakes up when the run has gone on without it."""
     quick = ["retry.lease_timeout_s=4", "retry.heartbeat_s=0.5"]
-    stale = lab.driver("fenced", *quick, steps=60)
+    stale = lab.driver("fenced", *quick, steps=20)
     at.start_as(stale, ["unshare", "--uts", "sh", "-c", f'hostname {OTHER_HOST} && exec "$@"', "sh"])
     stale.wait_for_verified(4, at.START_TIMEOUT_S)
     processes = [replace(ref, host=hostname()) for ref in stale.processes()]
     signal_all(processes, signal.SIGSTOP)
     try:
         time.sleep(5)
-        fresh = replace(lab, port=lab.port + 200).driver("fenced", *quick, steps=60)
+        fresh = replace(lab, port=lab.port + 200).driver("fenced", *quick, steps=20)
         fresh.log = lab.folder / "fenced-fresh.log"
         fresh.start()
         at.wait_for_step(fresh, 6, attempt=2)

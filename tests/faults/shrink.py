@@ -1,5 +1,7 @@
 """What of a run the doctor reads, without machine names and paths.
 
+Of the checkpoints only the newest keeps its manifest, of the others the folder alone is left.
+
 Scrubbed: the folder of the lab becomes /runs, the Python and the repository lose their paths, hosts become node-a and
 node-b, boot ids become zeros. Nothing else is changed, and no line is added, dropped or moved.
 """
@@ -13,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from keepstep.processes import boot_id, hostname
+from keepstep.run import RunDir
 from tests.integration.driver import REPOSITORY
 
 KEPT = (
@@ -28,11 +31,16 @@ def copy_kept(run: Path, target: Path, lab: Path) -> None:
     """Replace `target` by the scrubbed rest of `run`."""
     shutil.rmtree(target, ignore_errors=True)
     words = replacements(lab)
+    newest = max(RunDir.at(run).steps(), default=None)
     for path in sorted(path for pattern in KEPT for path in run.glob(pattern)):
         if path.parent.name in ("latest", "best"):
             continue
         copy = target / path.relative_to(run)
         copy.parent.mkdir(parents=True, exist_ok=True)
+        if path.match("checkpoints/step_*/*") and path.parent.name != f"step_{newest}":
+            # Version control keeps no empty folder.
+            (copy.parent / ".gitkeep").touch()
+            continue
         copy.write_text(scrub(path.read_text(errors="replace"), words))
 
 
