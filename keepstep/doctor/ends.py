@@ -483,11 +483,9 @@ def _trained_before(evidence: Evidence, attempt: AttemptEvidence) -> bool:
 
 
 def _leftover(hits: list[AttemptEvidence]) -> str:
-    if hits and "loading" in hits[-1].message:
-        return (
-            "while the checkpoint was loaded, with something else in memory (a left-over engine or rank, another job)."
-        )
-    return "what was loaded stands beside a second copy, or something else is in memory (a left-over engine or rank)."
+    if hits and re.search(r"\bload(?:ing|ed)\b", hits[-1].message):
+        return "the checkpoint is not at fault, something else is in memory (a left-over engine or rank, another job)."
+    return "a second copy of what was loaded, or something else, is in memory (a left-over engine or rank)."
 
 
 def _loss(attempt: AttemptEvidence) -> str:

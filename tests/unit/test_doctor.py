@@ -345,3 +345,9 @@ def test_node_that_died_is_told_from_a_worker_that_died(tmp_path: Path):
     record["outcome"]["message"] = words
     write_json(copy / "attempts/1.json", record)
     assert found_in(copy, "rank_killed")[0] == ("node_lost", PROBLEM)
+
+
+def test_every_finding_is_documented():
+    text = (DATA.parents[2] / "docs" / "doctor.md").read_text()
+    found = {finding.id for name in names() for finding in examine(evidence_of(name)).findings}
+    assert {name for name in found if f"`{name}`" not in text} == set()
