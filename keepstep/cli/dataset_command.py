@@ -189,9 +189,12 @@ def _against_run(args: argparse.Namespace, files: list[str]) -> tuple[Found, Ver
         (recorded["num_rows"] if train_files else 0)
         + (sum(file["rows"] for file in recorded["val_files"]) if val_files else 0),
         f"the record of {run.root}",
-        record.compare(recorded, now, consumed=_consumed(run)),
+        record.compare(recorded, now),
         record.notes(recorded, now),
     )
+    consumed = _consumed(run)
+    if consumed and record.compare(recorded, now | {"val_files": recorded["val_files"]}):
+        verdict.notes.append(record.explain_position(recorded, now, consumed))
     for split, found in (("train", train), ("val", val)):
         if found.files and found.rows_sha256 and not verdict.problems:
             _compare_digest(split, found.rows_sha256, recorded.get("used", {}), verdict)

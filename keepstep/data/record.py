@@ -53,10 +53,17 @@ def compare(recorded: Record, found: Record, *, consumed: int | None = None) -> 
     }
     differences = [difference for of_split in found_by_split.values() for difference in of_split]
     if consumed and found_by_split["files"]:
-        # The position counts what is left after cap and filter; of the data found only the raw count is known.
-        kept = recorded.get("used", {}).get("train", {}).get("rows", recorded["num_rows"])
-        differences.append(explain(consumed, num_rows_then=kept, num_rows_now=found["num_rows"]))
+        differences.append(explain_position(recorded, found, consumed))
     return differences
+
+
+def explain_position(recorded: Record, found: Record, consumed: int) -> str:
+    """What the run's position would mean in the data found.
+
+    It counts rows that are left after cap and filter; of the data found only the raw count is known.
+    """
+    kept = recorded.get("used", {}).get("train", {}).get("rows", recorded["num_rows"])
+    return explain(consumed, num_rows_then=kept, num_rows_now=found["num_rows"])
 
 
 def notes(recorded: Record, found: Record) -> list[str]:
