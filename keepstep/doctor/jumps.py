@@ -16,20 +16,32 @@ from keepstep.doctor.finding import PROBLEM, Finding
 
 LR, KL, GRAD_NORM = "actor/lr", "actor/kl_loss", "actor/grad_norm"
 REWARD, LENGTH, GAP = "critic/rewards/mean", "response_length/mean", "rollout/logprob_gap_max"
-PG_LOSS = "actor/pg_loss"
+PG_LOSS, PPO_KL = "actor/pg_loss", "actor/ppo_kl"
+SPOKEN = {
+    LR: "the learning rate",
+    KL: "the KL",
+    GRAD_NORM: "the gradient norm",
+    REWARD: "the reward",
+    LENGTH: "the response length",
+    GAP: "the log-prob gap",
+    PPO_KL: "the policy's move within a step",
+}
 COMPARED = (LR, REWARD, LENGTH, KL, GRAD_NORM)
 SAME = 1e-3
 """Relative difference of a replayed step that rounding on other hardware may make."""
 NUM_BEFORE, NUM_AFTER, MIN_BEFORE = 20, 3, 5
 GAP_TIMES, LEAST_GAP = 10.0, 1e-4
 """Growth, and size in nats, of the log-prob gap between engine and trainer that rounding does not explain."""
+LEAST_NATS = 0.02
+"""A divergence that grew by less has not jumped, however still it stood."""
 FAR, TIMES = 8.0, 3.0
 """Robust deviations, and factor, beyond which a metric has jumped."""
 SCHEDULER = "the learning rate is not the schedule's: the scheduler was not restored"
 ENGINE = "engine and trainer drifted apart in their log-probs: the engine samples from stale weights"
 WEIGHTS = "the first rollout differs already: weights, rewards or data are not those of before"
 OPTIMIZER = "the rollout is the same and the update is not: the optimizer's state was not restored"
-UPDATE = "the updates have another size at the same learning rate: the optimizer's state was not restored"
+UPDATE = "an update moves the policy much further at the same learning rate: the optimizer's state was not restored"
+REFERENCE_OR_WEIGHTS = "the KL is higher before updates could have made it so: the reference or the weights are others"
 REFERENCE = "rollout and gradient are the same and the KL is not: the reference is another one"
 
 
@@ -61,7 +73,7 @@ def jump_after_resume(evidence: Evidence) -> list[Finding]:
 def _finding(resumed: Row, jump: Jump) -> Finding:
     key, before, after = jump.key, jump.before, jump.after
     then, now = (f"{row.number(key) or 0.0:.4g} at step {row.step}" for row in (before, after))
-    change = f"{_short(key)} was {then} before, and is {now} after"
+    change = f"{SPOKEN[key]} was {then} before, and is {now} after"
     quotes: tuple[Quote, ...] = (resumed.quote(), before.quote(key), after.quote(key))
     return Finding(
         "jump_after_resume",
@@ -71,11 +83,6 @@ def _finding(resumed: Row, jump: Jump) -> Finding:
         f"Stop the run and resume from a checkpoint before step {resumed.step}: trainer.resume_from_checkpoint=PATH. "
         "If keepstep verify calls this one good, somebody changed it, or it is our bug: report it.",
     )
-
-
-def _short(key: str) -> str:
-    return {LR: "the learning rate", KL: "the KL", GRAD_NORM: "the gradient norm", REWARD: "the reward",
-            LENGTH: "the response length", GAP: "the log-prob gap"}[key]  # fmt: skip
 
 
 def _replayed(evidence: Evidence, earlier: Sequence[Row], after: Sequence[Row]) -> Jump | None:
@@ -130,12 +137,13 @@ def _deviating(earlier: Sequence[Row], after: Sequence[Row], step: int) -> Jump 
     gap = max(row.number(GAP) or 0.0 for row in after)
     if gap > max(GAP_TIMES * max(row.number(GAP) or 0.0 for row in before), LEAST_GAP):
         return Jump(ENGINE, GAP, before[-1], after[0])
+    moved_far = next((row for row in after if _jumped(before, row, PPO_KL)), None)
+    if moved_far is not None:
+        return Jump(UPDATE, PPO_KL, before[-1], moved_far)
     if _dropped(before, after[0]):
         return Jump(WEIGHTS, REWARD, before[-1], after[0])
-    for key in (KL, GRAD_NORM):
-        jumped = next((row for row in after if _jumped([r.number(key) for r in before], row.number(key))), None)
-        if jumped is not None:
-            return Jump(WEIGHTS if jumped is after[0] and key == KL else UPDATE, key, before[-1], jumped)
+    if _jumped(before, after[0], KL):
+        return Jump(REFERENCE_OR_WEIGHTS, KL, before[-1], after[0])
     return None
 
 
@@ -151,13 +159,14 @@ def _rate_moved(before: Sequence[Row], after: Sequence[Row]) -> Row | None:
     return next((r for r in after if (now := r.number(LR)) is not None and not 1 / TIMES < now / rate < TIMES), None)
 
 
-def _jumped(before: Sequence[float | None], value: float | None) -> bool:
-    known = [number for number in before if number is not None]
+def _jumped(before: Sequence[Row], row: Row, key: str) -> bool:
+    """Whether a divergence is above all that it ever was."""
+    known, value = [number for r in before if (number := r.number(key)) is not None], row.number(key)
     if value is None or len(known) < MIN_BEFORE:
         return False
     middle = median(known)
     spread = 1.4826 * median(abs(number - middle) for number in known)
-    return value - middle > FAR * max(spread, 0.05 * abs(middle)) and value > TIMES * middle
+    return value - middle > max(FAR * spread, LEAST_NATS) and value > TIMES * middle
 
 
 def _dropped(before: Sequence[Row], first: Row) -> bool:

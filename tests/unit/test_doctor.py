@@ -41,7 +41,7 @@ EXPECTED: dict[str, tuple[str, str, str, str, str]] = {
     "no_room": ("no_room", PROBLEM, EVENTS, "bytes free, the checkpoint needs", "keepstep prune"),
     "no_row_left": ("no_usable_rows", PROBLEM, EVENTS, "No row is left of 640", "data.max_prompt_length"),
     "optimizer_lost": ("jump_after_resume", PROBLEM, EVENTS, '"event": "resumed"', "resume_from_checkpoint"),
-    "other_weights": ("jump_after_resume", PROBLEM, EVENTS, '"event": "resumed"', "resume_from_checkpoint"),
+    "other_weights": ("other_policy", PROBLEM, EVENTS, '"class": "probe"', "resume.allow=[probe]"),
     "out_of_memory_on_resume": ("out_of_memory_on_resume", PROBLEM, EVENTS, FAILED, "free -h"),
     "port_in_use": ("port_in_use", PROBLEM, EVENTS, "is in use by process", "actor_rollout_ref.rollout.port"),
     "preempted": ("preempted", NOTE, EVENTS, '"event": "preempted"', "same command again"),
@@ -110,12 +110,28 @@ def test_text(name: str):
     [
         ("learning_rate_jumps", "the scheduler was not restored; the learning rate was 0.0005 at step"),
         ("optimizer_lost", "the optimizer's state was not restored"),
-        ("other_weights", "weights, rewards or data are not those of before"),
     ],
 )
 def test_jump_names_the_part_that_did_not_come_back(name: str, which: str):
     """C32, C95, C101, C112: a resume that is not one."""
     assert which in examine(evidence_of(name)).findings[0].cause
+
+
+def test_reward_that_falls_at_once_is_blamed_on_the_weights(tmp_path: Path):
+    """C95: no step was trained twice, so the steps before and after are held against each other."""
+    bad = {"actor/lr": 0.0005, "critic/rewards/mean": 0.1}
+    copy = with_metrics(tmp_path, "learning_rate_jumps", lambda row: row | (bad if row["attempt"] == 2 else {}))
+    cause = examine(evidence_of("learning_rate_jumps", copy)).findings[0].cause
+    assert "weights, rewards or data are not those of before; the reward was 0.6543 at step 14" in cause
+
+
+def test_stale_engine_is_told_from_other_weights(tmp_path: Path):
+    """C109: the engine's log-probs drift from the trainer's."""
+    bad = {"actor/lr": 0.0005, "critic/rewards/mean": 0.1, "rollout/logprob_gap_max": 0.3}
+    copy = with_metrics(tmp_path, "learning_rate_jumps", lambda row: row | (bad if row["attempt"] == 2 else {}))
+    assert (
+        "the engine samples from stale weights" in examine(evidence_of("learning_rate_jumps", copy)).findings[0].cause
+    )
 
 
 def test_every_rule_is_asked_once():
