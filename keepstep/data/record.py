@@ -112,6 +112,10 @@ def _schemas(recorded: Record, found: Record) -> dict[str, dict[str, str]]:
     return recorded.get("schemas", {}) | found.get("schemas", {})
 
 
+def _path(file: Record) -> str:
+    return str(file["path"])
+
+
 def _content(file: Record) -> tuple[Any, ...]:
     return file["rows"], file["bytes"], file["footer_sha256"]
 
@@ -142,14 +146,20 @@ def _compare_files(name: str, then: list[Record], now: list[Record], schemas: di
 def _pair(then: list[Record], now: list[Record]) -> tuple[list[tuple[Record, Record]], list[Record], list[Record]]:
     """(files that belong together, those that are gone, those that are new): by path, by content, then by position."""
     pairs: list[tuple[Record, Record]] = []
-    gone, new = list(then), list(now)
-    for same in (lambda a, b: a["path"] == b["path"], lambda a, b: _content(a) == _content(b)):
-        for file in list(gone):
-            match = next((other for other in new if same(file, other)), None)
-            if match is not None:
-                pairs.append((file, match))
-                gone.remove(file)
-                new.remove(match)
+    gone, new = then, now
+    for key in (_path, _content):
+        waiting: dict[Any, list[Record]] = {}
+        for file in reversed(new):
+            waiting.setdefault(key(file), []).append(file)
+        left = []
+        for file in gone:
+            matches = waiting.get(key(file))
+            if matches:
+                pairs.append((file, matches.pop()))
+            else:
+                left.append(file)
+        matched = {id(match) for _, match in pairs}
+        gone, new = left, [file for file in new if id(file) not in matched]
     if len(gone) == len(new):
         pairs, gone, new = pairs + list(zip(gone, new, strict=True)), [], []
     return pairs, gone, new
