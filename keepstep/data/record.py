@@ -63,7 +63,8 @@ def explain_position(recorded: Record, found: Record, consumed: int) -> str:
     It counts rows that are left after cap and filter; of the data found only the raw count is known.
     """
     kept = recorded.get("used", {}).get("train", {}).get("rows", recorded["num_rows"])
-    return explain(consumed, num_rows_then=kept, num_rows_now=found["num_rows"])
+    sentence = explain(consumed, num_rows_then=kept, num_rows_now=found["num_rows"])
+    return sentence + ("; the rows found are counted before cap and filter" if kept != recorded["num_rows"] else "")
 
 
 def notes(recorded: Record, found: Record) -> list[str]:

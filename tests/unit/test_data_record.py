@@ -163,7 +163,9 @@ def test_what_the_position_would_mean_follows_the_differences() -> None:
     assert len(record.compare(recorded, found, consumed=0)) == 1
     # The position counts the rows that are used, where the run has recorded how many those are.
     recorded["used"] = {"train": {"rows": 40}}
-    assert "48 rows of 40: it is 8 rows into epoch 2" in record.compare(recorded, found, consumed=48)[-1]
+    sentence = record.compare(recorded, found, consumed=48)[-1]
+    assert "48 rows of 40: it is 8 rows into epoch 2" in sentence
+    assert sentence.endswith("; the rows found are counted before cap and filter")
 
 
 @pytest.mark.parametrize(
