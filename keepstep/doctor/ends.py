@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Iterable
 from shlex import quote as shell
 
-from keepstep.doctor.evidence import AttemptEvidence, Evidence, Quote, Row
+from keepstep.doctor.evidence import AttemptEvidence, Evidence, Quote
 from keepstep.doctor.finding import NOTE, PROBLEM, Finding
+from keepstep.doctor.jumps import jump_of
 from keepstep.retry import OUTSIDE, Failure, decide
 
 Rule = Callable[[Evidence], list[Finding]]
@@ -51,7 +52,7 @@ def other_policy(evidence: Evidence) -> list[Finding]:
         hits,
         "The policy that a resume loaded is not the one that was saved: it gives other log-probs to the same prompts.",
         _remedy(hits, f"Resume from another checkpoint: keepstep plan {shell(str(evidence.root))}"),
-        [row for hit in hits[-1:] for row in hit.events if row.kind == "resumed"],
+        [row.quote() for hit in hits[-1:] for row in hit.events if row.kind == "resumed"],
     )
 
 
@@ -175,7 +176,7 @@ def store_refused(evidence: Evidence) -> list[Finding]:
             else "Check the credentials (standard AWS chain: environment, profile, instance role) and what they permit."
         )
         + " Then start the same command again: it uploads what is missing and trains nothing that is saved.",
-        refusals[:1],
+        [row.quote() for row in refusals[:1]],
     )
 
 
@@ -188,7 +189,7 @@ def store_away(evidence: Evidence) -> list[Finding]:
         f"The object store did not answer, so {_owed(evidence)} not confirmed there.",
         "See that the store answers, then start the same command again: it uploads what is missing and trains nothing "
         "that is saved.",
-        evidence.of("upload_failed")[-1:],
+        [row.quote() for row in evidence.of("upload_failed")[-1:]],
     )
 
 
@@ -201,28 +202,27 @@ def no_room(evidence: Evidence) -> list[Finding]:
         "There was no room on the filesystem for a checkpoint.",
         f"Free space (what would go by the rules: keepstep prune {shell(str(evidence.root))} --dry-run), or lower "
         "checkpoint.keep_last; then start the same command again.",
-        evidence.of("checkpoint_skipped")[-1:],
+        [row.quote() for row in evidence.of("checkpoint_skipped")[-1:]],
     )
 
 
 def non_finite(evidence: Evidence) -> list[Finding]:
     hits = failed(evidence, lambda attempt: attempt.failure_class == "non_finite")
-    rows = [row for row in evidence.metrics if hits and row.attempt == hits[-1].number][-1:]
-    rate = rows[-1].number("actor/lr") if rows else None
-    wild = rate is not None and rate > MOST_LEARNING_RATE
+    rate = setting(evidence, LEARNING_RATE, "")
+    wild = _as_float(rate) > MOST_LEARNING_RATE
     return explain(
         evidence,
         "non_finite",
         hits,
         f"A loss, gradient or reward is not a finite number{_after(hits)}: "
-        + (f"the learning rate of {rate:g} has carried the weights away." if wild else "the same step gives it again."),
-        ("Lower" if wild else "See that the reward function returns finite numbers only. If it does, lower")
-        + " actor_rollout_ref.actor.optim.lr, in a run of its own: the recorded one may not change.",
-        rows,
-        "actor/lr",
+        + (f"the learning rate of {rate} has carried the weights away." if wild else "the same step gives it again."),
+        ("Lower " if wild else "See that the reward function returns finite numbers only. If it does, lower ")
+        + f"{LEARNING_RATE}, in a run of its own: the recorded one may not change.",
+        settings_quoted=(LEARNING_RATE,),
     )
 
 
+LEARNING_RATE = "actor_rollout_ref.actor.optim.lr"
 MOST_LEARNING_RATE = 0.1
 """Above it AdamW, whose steps are of the size of the learning rate, leaves the range of any trained weight."""
 
@@ -262,18 +262,21 @@ def stale_weights(evidence: Evidence) -> list[Finding]:
 
 
 def replay_differs(evidence: Evidence) -> list[Finding]:
+    """With what differed first, where the metrics of the steps before show it."""
     hits = failed(evidence, lambda attempt: attempt.failure_class == "exactness")
     resumes = [row for hit in hits[-1:] for row in hit.events if row.kind == "resumed"]
+    jump = jump_of(evidence, resumes[-1]) if resumes else None
+    shown = [jump.before.quote(jump.key), jump.after.quote(jump.key)] if jump else []
     return explain(
         evidence,
         "replay_differs",
         hits,
-        "A step that was trained again gave other tensors than its verified checkpoint holds: what the resume loaded, "
-        "the reward function, or the machine is not what it was.",
+        "A step that was trained again gave other tensors than its verified checkpoint holds: "
+        + (f"{jump.which}." if jump else "what was loaded, the reward function or the machine is not what it was."),
         _remedy(hits, "Resume from another checkpoint.")
         + " To keep what stands, start the same command without trainer.resume_from_checkpoint; what it would resume "
         f"from: keepstep plan {shell(str(evidence.root))}.",
-        resumes,
+        [*(row.quote() for row in resumes), *shown],
     )
 
 
@@ -302,7 +305,7 @@ def checkpoints_bad(evidence: Evidence) -> list[Finding]:
         hits,
         f"No checkpoint was good enough: {_first(hits)}",
         _remedy(hits, f"See what stands: keepstep plan {shell(str(evidence.root))}"),
-        evidence.of("checkpoint_rejected")[-1:],
+        [row.quote() for row in evidence.of("checkpoint_rejected")[-1:]],
     )
 
 
@@ -399,15 +402,14 @@ def explain(
     hits: list[AttemptEvidence],
     cause: str,
     remedy: str,
-    more: Iterable[Row] = (),
-    key: str | None = None,
+    more: Iterable[Quote] = (),
     settings_quoted: Iterable[str] = (),
     tracebacks: bool = False,
 ) -> list[Finding]:
     """One finding for the attempts that ended for this cause: a problem while the newest one is among them.
 
     Args:
-        more: further rows to quote, from `key` on.
+        more: further quotes.
         settings_quoted: keys whose lines in the last attempt's log are quoted.
         tracebacks: quote the last line of the last attempt's traceback.
     """
@@ -415,7 +417,7 @@ def explain(
         return []
     last = hits[-1]
     quotes: list[Quote | None] = [hit.quote_end() for hit in hits[-2:]]
-    quotes += [row.quote(key) for row in more]
+    quotes += more
     quotes += [last.settings[setting].quote for setting in settings_quoted if setting in last.settings]
     quotes += [_traceback(last)] if tracebacks else []
     stands = last is evidence.newest and not evidence.finished
@@ -436,6 +438,14 @@ def setting(evidence: Evidence, key: str, default: str) -> str:
     """What the newest start used."""
     found = evidence.newest.settings.get(key) if evidence.newest else None
     return default if found is None else found.value
+
+
+def _as_float(text: str) -> float:
+    """A number's value; of anything else 0."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 def resumed_at(attempt: AttemptEvidence) -> int | None:

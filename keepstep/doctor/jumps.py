@@ -56,18 +56,19 @@ class Jump:
 
 
 def jump_after_resume(evidence: Evidence) -> list[Finding]:
-    """One finding per resume that shows."""
-    found = []
-    for resumed in evidence.of("resumed"):
-        step = resumed.step
-        if step is None:
-            continue
-        after = [row for row in evidence.metrics if row.attempt == resumed.attempt and (row.step or 0) > step]
-        earlier = [row for row in evidence.metrics if row.attempt < resumed.attempt]
-        result = _replayed(evidence, earlier, after) or _deviating(earlier, after, step)
-        if result:
-            found.append(_finding(resumed, result))
-    return found
+    """One finding per resume that shows; where the run stopped for it, that says it already."""
+    stopped = {attempt.number for attempt in evidence.attempts if attempt.failure_class == "exactness"}
+    resumes = [row for row in evidence.of("resumed") if row.attempt not in stopped]
+    return [_finding(row, jump) for row in resumes if (jump := jump_of(evidence, row)) is not None]
+
+
+def jump_of(evidence: Evidence, resumed: Row) -> Jump | None:
+    """What is not as it was after one resume."""
+    if resumed.step is None:
+        return None
+    after = [row for row in evidence.metrics if row.attempt == resumed.attempt and (row.step or 0) > resumed.step]
+    earlier = [row for row in evidence.metrics if row.attempt < resumed.attempt]
+    return _replayed(evidence, earlier, after) or _deviating(earlier, after, resumed.step)
 
 
 def _finding(resumed: Row, jump: Jump) -> Finding:

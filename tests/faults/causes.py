@@ -149,7 +149,7 @@ def reward_infinite(lab: Lab) -> Path:
 
 
 def learning_rate_absurd(lab: Lab) -> Path:
-    """A learning rate that carries the weights out of every range; warmed up, so that a few steps succeed."""
+    """A learning rate that carries the weights out of every range with the first update."""
     rate = ["actor_rollout_ref.actor.optim.lr=1e30", "actor_rollout_ref.rollout.logprob_tolerance=1e9"]
     run = lab.driver("learning_rate_absurd", *rate)
     run.start()
@@ -255,7 +255,10 @@ def budget_gone(lab: Lab) -> Path:
     body = 'sys.exit(f"judge {id(calls)} is away") if next(calls) == 1600 else None; return right'
     run = lab.driver("budget_gone", lab.reward("budget_gone", body), "retry.max_retries=1", command="run", save_freq=20)
     run.start()
+    at.wait_for_event(run, "failed", attempt=2)
     at.end(run)
+    failures = [event["message"] for event in run.events() if event["event"] == "failed"]
+    assert len(failures) == 2 and all("judge" in message for message in failures), failures
     return run.output_dir
 
 
@@ -347,7 +350,7 @@ def optimizer_lost(lab: Lab) -> Path:
 
 
 def other_weights(lab: Lab) -> Path:
-    """The weights that come back are noisy copies of those that were saved."""
+    """The weights that come back are noisy copies of those that were saved, under digests that fit them."""
     import torch
 
     def blur(state: dict[str, Any]) -> None:
@@ -358,7 +361,8 @@ def other_weights(lab: Lab) -> Path:
     run = lab.driver("other_weights", steps=30)
     stop_after(run, 14)
     at.rewrite(run.run, run.run.steps()[-1], layout.ACTOR, blur)
-    assert run.run_to_end(at.START_TIMEOUT_S) == 0, run.tail()
+    run.start()
+    at.end(run)
     return run.output_dir
 
 
