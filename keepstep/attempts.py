@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.errors import FencedError, HeldError
-from keepstep.processes import ProcessRef, boot_id, hostname, terminate
+from keepstep.processes import ProcessRef, boot_id, hostname, marked, terminate
 from keepstep.run import RunDir, create_exclusive, read_json, write_json
 
 logger = logging.getLogger("keepstep")
 
 Record = dict[str, Any]
+MARK_VARIABLE = "KEEPSTEP_ATTEMPT"
 SHARED_ROLES = ("flow", "object-store", "prefect-server")
 
 
@@ -95,21 +97,42 @@ def claim(run: RunDir, number: int, lease_timeout_s: float) -> Claim:
     )
 
 
-def end_leftovers(run: RunDir, before: int) -> list[ProcessRef]:
-    """End every recorded process of attempts below `before` that still lives on this host."""
-    return [ref for number in run.attempt_numbers() if number < before for ref in end_attempt(run, number)]
+def mark(run: RunDir, number: int) -> str:
+    """What the processes that attempt `number` starts carry in their environment as `MARK_VARIABLE`."""
+    return f"{run.root}#{number}"
 
 
-def end_attempt(run: RunDir, number: int) -> list[ProcessRef]:
-    """End the recorded processes of one attempt that still live on this host, this process excepted.
+def leftovers(run: RunDir, before: int | None = None) -> list[ProcessRef]:
+    """Processes of attempts that still run on this host; of all attempts below `before`.
 
-    Its flow may be the one that starts the next attempt, and servers are shared: both are left.
+    They are known by the attempt's record, and by the mark that every process inherits which an attempt starts: a
+    killed engine may leave a child that no record names.
     """
+    numbers = [number for number in run.attempt_numbers() if before is None or number < before]
+    recorded = [ref for number in numbers for ref in recorded_processes(run, number) if ref.alive()]
+    inherited = marked(MARK_VARIABLE, {mark(run, number): f"child of attempt {number}" for number in numbers})
+    known = {ref.pid for ref in recorded} | {os.getpid()}
+    return [ref for ref in recorded if ref.pid != os.getpid()] + [ref for ref in inherited if ref.pid not in known]
+
+
+def end_leftovers(run: RunDir, before: int) -> list[ProcessRef]:
+    """End what attempts below `before` left on this host."""
+    return terminate(leftovers(run, before))
+
+
+def recorded_processes(run: RunDir, number: int) -> list[ProcessRef]:
+    """What an attempt recorded of its own processes: its flow may be the one that starts the next attempt, and servers
+    are shared, so neither counts."""
     try:
         processes = [ProcessRef.from_record(process) for process in read_json(run.attempt(number))["processes"]]
     except FileNotFoundError:
         return []
-    return terminate([ref for ref in processes if ref.role not in SHARED_ROLES])
+    return [ref for ref in processes if ref.role not in SHARED_ROLES]
+
+
+def end_attempt(run: RunDir, number: int) -> list[ProcessRef]:
+    """End the recorded processes of one attempt that still live on this host, this process excepted."""
+    return terminate(recorded_processes(run, number))
 
 
 class Attempt:

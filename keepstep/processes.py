@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -107,6 +107,26 @@ def descendants(pid: int) -> list[int]:
         for child in children.get(queue.pop(), []):
             found.append(child)
             queue.append(child)
+    return found
+
+
+def marked(variable: str, roles: Mapping[str, str]) -> list[ProcessRef]:
+    """Living processes of this user on this host that were started with `variable` set to one of the keys of `roles`.
+
+    Children inherit their environment, so these are found when every recorded ancestor is gone. A process that set the
+    variable itself is not: what counts is what it was started with.
+    """
+    found = []
+    prefix = f"{variable}=".encode()
+    for entry in os.listdir("/proc") if roles else []:
+        try:
+            pairs = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0") if entry.isdigit() else []
+        except OSError:
+            continue
+        value = next((pair[len(prefix) :].decode(errors="replace") for pair in pairs if pair.startswith(prefix)), "")
+        ref = ProcessRef.of(int(entry), roles[value]) if value in roles else None
+        if ref is not None:
+            found.append(ref)
     return found
 
 

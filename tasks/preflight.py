@@ -8,26 +8,32 @@ from prefect.logging import get_run_logger
 
 from keepstep.checkpoint.plan import ResumePlan
 from keepstep.config.schema import RunConfig
-from keepstep.preflight.start import prepare
+from keepstep.preflight.checks import FAIL, WARN, Check, examine, refusal
 from tasks.artifacts import publish
 
 
 @task(cache_policy=NO_CACHE)
 def preflight(config: RunConfig) -> tuple[int, ResumePlan]:
-    """Room, folder, store, data set, model, contract and checkpoints; (total steps, where the run goes on)."""
-    found = prepare(config)
-    for warning in found.warnings:
-        get_run_logger().warning(warning)
-    store = found.remote.store.where if found.remote else "does not answer" if config.s3_enabled else "none"
-    lines = [
-        f"- run folder: `{found.run.root}`",
-        f"- steps: {found.total_steps}",
-        f"- rows: {found.dataset['num_rows']} in {len(found.train_files)} training files",
-        f"- object store: {store}",
-        *(f"- accepted change: `{drift.field}`" for drift in found.waived),
-        *(f"- warning: {warning}" for warning in found.warnings),
-    ]
-    publish("\n".join(lines), key="preflight", description="What was checked before the start")
-    if found.remote:
-        found.remote.close()
+    """All checks of `keepstep preflight`; (total steps, where the run goes on). Raises what a start is refused for.
+
+    An attempt makes those that stop it once more itself, since each attempt changes what there is; the nodes of a
+    cluster are asked by the attempt, which is on it.
+    """
+    checks, found = examine(config)
+    for check in checks:
+        if check.status in (WARN, FAIL):
+            get_run_logger().warning("%s: %s", check.id, check.sentence)
+    publish(table(checks), key="preflight", description="What was checked before the start")
+    if error := refusal(checks):
+        raise error
     return found.total_steps, found.plan
+
+
+def table(checks: list[Check]) -> str:
+    """Markdown table of the checks."""
+    rows = [f"| {check.status} | {check.id} | {_cell(check.sentence)} | {_cell(check.remedy)} |" for check in checks]
+    return "\n".join(["| | check | | what to do |", "|---|---|---|---|", *rows])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", "<br>")

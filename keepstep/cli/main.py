@@ -96,13 +96,19 @@ def _add(commands: argparse._SubParsersAction, name: str, address: str, text: st
 def _add_training(commands: argparse._SubParsersAction) -> None:
     run = _add(commands, "run", "run_command.main", "train a run to its end, or go on with it: the whole Prefect flow")
     train = _add(commands, "train", "train_command.main", "the trainer alone, without Prefect")
-    for parser in (run, train):
+    look = _add(
+        commands, "preflight", "preflight_command.main", "all that a start would be refused for, and what to do"
+    )
+    for parser in (run, train, look):
         parser.set_defaults(takes_overrides=True)
-        parser.usage = f"{parser.prog} [--config NAME|FILE] [--dry-run] [options] [key=value ...]"
+        parser.usage = f"{parser.prog} [--config NAME|FILE] [options] [key=value ...]"
         parser.add_argument(
             "--config", metavar="NAME|FILE", help="a YAML file or a packaged name (default: quickstart)"
         )
-        parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration, start nothing")
+        if parser is not look:
+            parser.add_argument(
+                "--dry-run", action="store_true", help="print the resolved configuration, start nothing"
+            )
         parser.add_argument("--debug", action="store_true", help="one step from the chosen checkpoint, written nowhere")
         for flag, (key, metavar, text) in CONFIG_FLAGS.items():
             parser.add_argument(flag, metavar=metavar, help=f"{text} ({key})")
@@ -113,6 +119,10 @@ def _add_training(commands: argparse._SubParsersAction) -> None:
             action="store_true",
             help="trainer.init_from leaves out tensors of other shapes; written down",
         )
+    look.add_argument("--clean", action="store_true", help="end what earlier attempts of the run left running")
+    look.add_argument("--quick", action="store_true", help="leave out the checks that take seconds")
+    look.add_argument("--log", metavar="FILE", help="a log of the run, compared where its record is lost or foreign")
+    look.add_argument("--json", action="store_true", help="one JSON object")
     # Arguments by which another process starts a trainer; not for people.
     for hidden in ("--from-env", "--events-stdout", "--watch-stdin"):
         train.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)

@@ -249,6 +249,11 @@ def _key_of(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location)
 
 
+def settings() -> list[str]:
+    """The dotted keys of all settings, in the schema's order."""
+    return list(_known())
+
+
 def _known() -> dict[str, Any]:
     """Dotted key to type of every setting."""
     if not _KNOWN:

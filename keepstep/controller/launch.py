@@ -167,7 +167,9 @@ def _end_leftovers(config: RunConfig, pid: int) -> None:
 def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Event:
     from ray.job_submission import JobStatus
 
-    client, job = _submit_job(config)
+    client, job = _submit_job(
+        config, "python -m keepstep.cli.main train --from-env --events-stdout", _variables(config)
+    )
     over = threading.Event()
 
     def pass_on_stop() -> None:
@@ -187,7 +189,12 @@ def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Eve
     return last or _lost(f"Ray job {job} ended as {status}", tail)
 
 
-def _submit_job(config: RunConfig) -> tuple[Any, str]:
+def job_output(config: RunConfig, entrypoint: str, environment: dict[str, str]) -> list[str]:
+    """Every line that a short job on the cluster of `ray.address` printed, once it has ended."""
+    return list(_job_lines(*_submit_job(config, entrypoint, environment)))
+
+
+def _submit_job(config: RunConfig, entrypoint: str, environment: dict[str, str]) -> tuple[Any, str]:
     """(client, job id) once the cluster takes the job: one that has just started has no agent for it yet.
 
     Raises:
@@ -200,10 +207,7 @@ def _submit_job(config: RunConfig) -> tuple[Any, str]:
     while True:
         try:
             client = JobSubmissionClient(address)
-            return client, client.submit_job(
-                entrypoint="python -m keepstep.cli.main train --from-env --events-stdout",
-                runtime_env={"env_vars": _variables(config)},
-            )
+            return client, client.submit_job(entrypoint=entrypoint, runtime_env={"env_vars": environment})
         except (ConnectionError, RuntimeError) as error:
             if time.monotonic() > deadline:
                 reason = str(error).strip().splitlines()[-1]

@@ -5,6 +5,7 @@ run_attempt ── prepare (writes nothing) ── Attempt.acquire ── Sessio
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import uuid
@@ -14,7 +15,7 @@ from typing import Any
 
 import keepstep
 from keepstep import reaper
-from keepstep.attempts import Attempt, end_attempt
+from keepstep.attempts import MARK_VARIABLE, Attempt, end_attempt, mark
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.digest import FileDigest
 from keepstep.checkpoint.inventory import waiting_steps
@@ -123,6 +124,8 @@ class Session:
         self.run = start.run
         self.attempt = attempt
         self.reaper = reaper.start(attempt)
+        # After the reaper, which outlives the attempt by a moment: everything else that it starts carries its mark.
+        os.environ[MARK_VARIABLE] = mark(start.run, attempt.number)
         self.record = self._write_record()
         open_log(self.run, attempt.number)
         self.events = EventLog(self.run.events, attempt.number)
@@ -226,9 +229,12 @@ class Session:
         )
         log_config(self.config)
         logger.info("seed=%d python=%s host=%s", self.config.trainer.seed, platform.python_version(), platform.node())
+        for check, sentence in self.start.checked.items():
+            logger.info("check %s: %s", check, sentence)
         for warning in self.start.warnings:
             logger.warning(warning)
-        self.events.emit("attempt_started", total_steps=self.start.total_steps, seed=self.config.trainer.seed)
+        seed = self.config.trainer.seed
+        self.events.emit("attempt_started", total_steps=self.start.total_steps, seed=seed, checked=self.start.checked)
 
     def _take_up(self) -> ResumePlan:
         """Act on the plan: set aside what failed its verification, fetch the choice from the store if need be."""

@@ -16,7 +16,9 @@ from keepstep.controller.saver import SaveContext, Saver, Writers
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
 from keepstep.controller.writers import FullWriter, ShardWriters
-from keepstep.errors import DataError, NoRoomError, Preempted
+from keepstep.errors import ConfigError, DataError, NoRoomError, Preempted
+from keepstep.preflight import node
+from keepstep.preflight.checks import FAIL
 from keepstep.preflight.device import resolve_device
 from keepstep.preflight.port import check_port
 from keepstep.rewards.load import load_reward
@@ -45,6 +47,8 @@ def train(session: Session, chosen: ResumePlan) -> None:
             # The data set and the tokenizer load while the workers import.
             data = loader.submit(load_data, session, session.model_files(chosen.step))
             cluster.start()
+            if session.config.ray.address:
+                check_nodes(session)
             session.leaving.take_signals()
             supervisor = Supervisor(session.leaving.check)
             ranks, engines, saver = start_workers(session, chosen, cluster, supervisor, device)
@@ -59,6 +63,21 @@ def train(session: Session, chosen: ResumePlan) -> None:
         if saver is not None:
             saver.close()
         cluster.stop()
+
+
+def check_nodes(session: Session) -> None:
+    """Ports, GPU memory, the shared folder and the clock on every node of a cluster, before a rank starts.
+
+    Raises:
+        ConfigError: what a node says, with its name.
+    """
+    from keepstep.controller.nodes import on_each_node
+
+    checks = on_each_node(node.request(session.config, session.run))
+    session.events.emit("nodes_checked", checks=[check.to_record() for check in checks])
+    failed = next((check for check in checks if check.status == FAIL), None)
+    if failed is not None:
+        raise ConfigError(f"{failed.node}: {failed.sentence}", failed.remedy)
 
 
 def fit(session: Session, parts: Parts, state: TrainState) -> None:
@@ -165,12 +184,16 @@ def load_data(session: Session, model_files: str) -> tuple[Any, Any, Any]:
 
     Raises:
         DataError: other rows than those the run recorded.
+        ConfigError: config or tokenizer could not be written out at the end of the run.
     """
     from transformers import AutoTokenizer
 
     from keepstep.data.loader import Dataset, Split
     from keepstep.data.record import compare_usage
+    from keepstep.export import dry_run
 
+    if problem := dry_run.problem(model_files):
+        raise ConfigError(f"An export of {model_files} would fail: {problem}", "Mend the model's folder first.")
     tokenizer = AutoTokenizer.from_pretrained(model_files)
     data, seed = session.config.data, session.config.trainer.seed
 

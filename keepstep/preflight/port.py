@@ -40,9 +40,17 @@ def holder(port: int) -> str:
                 inodes.add(f"socket:[{fields[9]}]")
     for entry in os.listdir("/proc"):
         if entry.isdigit() and inodes & _links(Path("/proc") / entry / "fd"):
-            command = (Path("/proc") / entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            return f"process {entry} ({command.strip()[:80]})"
+            return holder_of(int(entry))
     return "a process of another user"
+
+
+def holder_of(pid: int) -> str:
+    """A process as a person would name it."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return f"process {pid}, which is gone or in another namespace"
+    return f"process {pid} ({command[:80]})"
 
 
 def _links(folder: Path) -> set[str]:

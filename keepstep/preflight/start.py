@@ -79,6 +79,8 @@ class Start:
     """Where it goes on."""
     remote: Any = None
     """The run's folder in the store (`storage.remote.RemoteRun`); None without a store or when it does not answer."""
+    checked: dict[str, str] = field(default_factory=dict)
+    """What each check of `prepare` said."""
     waived: list[contract.Drift] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
@@ -100,7 +102,7 @@ def prepare(config: RunConfig) -> Start:
     """All checks, each error naming the thing and the way out; writes nothing into the run."""
     start = Start(config, RunDir.at(config.trainer.output_dir))
     for step in STEPS:
-        step.act(start)
+        start.checked[step.id] = step.act(start)
     return start
 
 

@@ -22,6 +22,7 @@ SURFACE = {
     "keepstep ls": ["--json", "--remote", "RUN"],
     "keepstep pin": ["--remove", "RUN", "STEP"],
     "keepstep plan": ["--json", "--remote", "RUN"],
+    "keepstep preflight": sorted({*TRAINING, "--clean", "--json", "--log", "--quick"} - {"--dry-run"}),
     "keepstep prune": ["--dry-run", "--json", "RUN"],
     "keepstep run": TRAINING,
     "keepstep train": TRAINING,

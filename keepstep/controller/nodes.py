@@ -1,0 +1,85 @@
+"""The checks of every node of the job, made on that node.
+
+`on_each_node` needs a connected Ray. `python -m keepstep.controller.nodes` is a Ray job that connects, asks every node
+and prints the answers; `ask_cluster` submits it and reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from keepstep.config.schema import RunConfig
+from keepstep.controller.launch import job_output
+from keepstep.errors import NoProgressError
+from keepstep.preflight import node
+from keepstep.preflight.checks import Check
+from keepstep.preflight.node import Request
+
+REQUEST_VARIABLE = "KEEPSTEP_NODE_REQUEST"
+ANSWER_PREFIX = "KEEPSTEP_NODE_ANSWERS "
+TIMEOUT_S = 120.0
+
+
+def on_each_node(asked: Request) -> list[Check]:
+    """Every check on every living node. Raises `NoProgressError` when a node does not answer."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [entry for entry in ray.nodes() if entry["Alive"]]
+    token = f".preflight-{uuid.uuid4().hex}"
+    shared = Path(asked.folder) / token
+    try:
+        if len(nodes) > 1:
+            shared.touch()
+            asked = replace(asked, token=token)
+        calls = {}
+        for entry in nodes:
+            pinned = NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False)
+            task = ray.remote(_answers).options(num_cpus=0, max_retries=0, scheduling_strategy=pinned)
+            calls[task.remote(asked, time.time() if len(nodes) > 1 else 0.0)] = entry["NodeManagerHostname"]
+        _, late = ray.wait(list(calls), num_returns=len(calls), timeout=TIMEOUT_S)
+        if late:
+            names = ", ".join(sorted(calls[call] for call in late))
+            raise NoProgressError(f"No answer to the checks from {names} within {TIMEOUT_S:.0f} s.", "Look at them.")
+        return [Check(**answer) for call in calls for answer in ray.get(call, timeout=TIMEOUT_S)]
+    finally:
+        shared.unlink(missing_ok=True)
+
+
+def ask_cluster(config: RunConfig) -> Callable[[Request], list[Check]]:
+    """How `preflight` asks the nodes of `ray.address`."""
+
+    def ask(asked: Request) -> list[Check]:
+        environment = {REQUEST_VARIABLE: json.dumps(asdict(asked))}
+        lines = job_output(config, "python -m keepstep.controller.nodes", environment)
+        answer = next((line for line in lines if line.startswith(ANSWER_PREFIX)), None)
+        if answer is None:
+            raise NoProgressError(
+                f"The job that asks the nodes of {config.ray.address} gave no answer: {' '.join(lines[-3:])}",
+                "Is this version of Keepstep installed on the cluster?",
+            )
+        return [Check(**record) for record in json.loads(answer.removeprefix(ANSWER_PREFIX))]
+
+    return ask
+
+
+def _answers(asked: Request, asked_at: float) -> list[node.Answer]:
+    return node.answers(replace(asked, asked_at=asked_at))
+
+
+def main() -> None:
+    import ray
+
+    ray.init(address="auto", log_to_driver=False)
+    found = on_each_node(Request(**json.loads(os.environ[REQUEST_VARIABLE])))
+    print(ANSWER_PREFIX + json.dumps([check.to_record() for check in found]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

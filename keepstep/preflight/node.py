@@ -1,0 +1,147 @@
+"""What is checked on every node of the job: ports, GPU memory, the shared folder, the clock. Light.
+
+`answers` runs where it is called: here, or through Ray on each node. It takes and gives plain data.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepstep.config.schema import RunConfig
+from keepstep.errors import EXIT_FAILED, ConfigError, KeepstepError
+from keepstep.preflight.device import resolve_device
+from keepstep.preflight.port import check_port, holder_of
+from keepstep.processes import hostname
+from keepstep.rollout.environment import PORTS_PER_ENGINE
+from keepstep.run import RunDir
+
+PORT_KEY = "actor_rollout_ref.rollout.port"
+SMI_TIMEOUT_S = 20.0
+SKEW_WARN_S = 5.0
+RESERVE_SHARE = 0.05
+"""Of a GPU's memory, for what the driver and the kernels take beside the engine and the rank."""
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a node needs to know. Plain data: it travels."""
+
+    num_engines: int
+    first_port: int
+    device: str
+    memory_share: float
+    """Of each GPU, what the engine takes."""
+    folder: str
+    """The run's folder, or the nearest that exists above it."""
+    max_skew_s: float
+    """Above it leases of other hosts are judged wrongly."""
+    token: str = ""
+    """A file of this name was written into `folder` by the node that asks; empty: there is no other node."""
+    asked_at: float = 0.0
+    """Time on the node that asks."""
+
+
+def request(config: RunConfig, run: RunDir) -> Request:
+    folder = next(path for path in (run.root, *run.root.parents) if path.exists())
+    return Request(
+        num_engines=1,
+        first_port=config.actor_rollout_ref.rollout.port,
+        device=resolve_device(config.trainer.device),
+        memory_share=config.actor_rollout_ref.rollout.gpu_memory_utilization,
+        folder=str(folder),
+        max_skew_s=config.retry.lease_timeout_s / 2,
+    )
+
+
+def answers(asked: Request) -> list[Answer]:
+    """One record per check, as `checks.Check` takes it."""
+    made = (("port", _port), ("gpu_memory", _gpu_memory), ("shared_folder", _shared_folder), ("clock", _clock))
+    found = []
+    for name, check in made:
+        try:
+            status, sentence = check(asked)
+            answer: Answer = {"status": status, "sentence": sentence}
+        except KeepstepError as error:
+            answer = {"status": "fail", "sentence": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
+        except Exception as error:
+            sentence = f"the check itself failed: {type(error).__name__}: {error}"
+            answer = {"status": "fail", "sentence": sentence, "exit_code": EXIT_FAILED}
+        found.append({"id": name, "node": hostname(), **answer})
+    return found
+
+
+def _port(asked: Request) -> tuple[str, str]:
+    for index in range(asked.num_engines):
+        check_port(asked.first_port + PORTS_PER_ENGINE * index, PORT_KEY)
+    return "ok", f"port {asked.first_port} is free"
+
+
+def _gpu_memory(asked: Request) -> tuple[str, str]:
+    if asked.device != "cuda":
+        return "skipped", "ranks and engines compute on the CPU"
+    gpus = _smi("--query-gpu=index,memory.total,memory.free")
+    needed = min(1.0, asked.memory_share + RESERVE_SHARE)
+    short = [gpu for gpu in gpus if int(gpu[2]) < needed * int(gpu[1])]
+    if short:
+        names = "; ".join(f"GPU {index}: {free} of {total} MiB free" for index, total, free in short)
+        raise ConfigError(
+            f"{names}; the engine alone takes {needed:.0%}. Held by {_holders()}.",
+            "End what holds it (keepstep preflight --clean ends what earlier attempts left), or lower "
+            "actor_rollout_ref.rollout.gpu_memory_utilization.",
+        )
+    return "ok", "; ".join(f"GPU {index}: {free} of {total} MiB free" for index, total, free in gpus)
+
+
+def _smi(query: str) -> list[list[str]]:
+    if shutil.which("nvidia-smi") is None:
+        raise ConfigError("trainer.device is cuda, and there is no nvidia-smi to ask for free memory.", "Install it.")
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        raise ConfigError(f"nvidia-smi failed: {done.stdout.strip() or done.stderr.strip()}", "Look at the driver.")
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def _holders() -> str:
+    pids = [row[0] for row in _smi("--query-compute-apps=pid,used_memory")]
+    return ", ".join(holder_of(int(pid)) for pid in pids[:4] if pid.isdigit()) or "nobody that nvidia-smi names"
+
+
+def _shared_folder(asked: Request) -> tuple[str, str]:
+    if not asked.token:
+        return "skipped", "one node: nothing to share"
+    if not (Path(asked.folder) / asked.token).is_file():
+        raise ConfigError(
+            f"{hostname()} does not see what another node wrote into {asked.folder}: it is not one filesystem.",
+            "Put trainer.output_dir on storage that all nodes share.",
+        )
+    return "ok", f"{asked.folder} is the same here"
+
+
+def _clock(asked: Request) -> tuple[str, str]:
+    """Against the node that asks, and against the filesystem, whose server has a clock of its own."""
+    if asked.asked_at:
+        skew_s, other = time.time() - asked.asked_at, "the asking node"
+    else:
+        probe = Path(asked.folder) / f".clock-{uuid.uuid4().hex}"
+        before = time.time()
+        probe.touch()
+        stamped = probe.stat().st_mtime
+        probe.unlink()
+        # Whoever stamped it did so between the two: outside of that it is another clock.
+        skew_s, other = max(before - stamped, stamped - time.time(), 0.0), f"the filesystem of {asked.folder}"
+    sentence = f"{abs(skew_s):.1f} s from {other}"
+    if abs(skew_s) > asked.max_skew_s:
+        raise ConfigError(
+            f"The clock of {hostname()} is {sentence}: leases of other hosts would be judged wrongly.",
+            "Set the clocks by NTP, or raise retry.lease_timeout_s.",
+        )
+    return ("warn" if abs(skew_s) > SKEW_WARN_S else "ok"), sentence
