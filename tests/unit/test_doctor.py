@@ -119,7 +119,7 @@ def test_jump_names_the_part_that_did_not_come_back(name: str, which: str):
 
 def test_reward_that_falls_at_once_is_blamed_on_the_weights(tmp_path: Path):
     """C95: no step was trained twice, so the steps before and after are held against each other."""
-    bad = {"actor/lr": 0.0005, "critic/rewards/mean": 0.1}
+    bad = {"actor/lr": 0.0005, "actor/ppo_kl": 0.002, "critic/rewards/mean": 0.1}
     copy = with_metrics(tmp_path, "learning_rate_jumps", lambda row: row | (bad if row["attempt"] == 2 else {}))
     cause = examine(evidence_of("learning_rate_jumps", copy)).findings[0].cause
     assert "weights, rewards or data are not those of before; the reward was 0.6543 at step 14" in cause
