@@ -132,16 +132,15 @@ def orphaned(evidence: Evidence) -> list[Finding]:
 def no_answer(evidence: Evidence) -> list[Finding]:
     hits = failed(evidence, lambda a: a.failure_class == "no_progress" or bool(_SILENT.search(a.message)))
     named = [match for hit in hits if (match := _ROLE.search(hit.message))]
-    who = (
-        f"{named[-1].group(1)} gave no answer for {named[-1].group(2)} s"
-        if named
-        else "A worker gave no answer in time"
-    )
+    collective = bool(hits) and hits[-1].failure_class != "no_progress"
+    who = "A rank waited in vain for another one in a collective" if collective else "What was waited for did not come"
+    if named:
+        who = f"The {named[-1].group(1)} gave no answer for {named[-1].group(2)} s"
     return explain(
         evidence,
         "no_answer",
         hits,
-        f"{who[0].upper()}{who[1:]}: it hangs, is stopped, or is much slower than its time limit.",
+        f"{who}: something hangs, is stopped, or is much slower than its time limit.",
         f"{SAME_COMMAND} If it was only slow, raise the limit: timeouts.step_s, timeouts.collective_s, or for a save "
         "checkpoint.save_timeout_s.",
     )
