@@ -230,13 +230,14 @@ def store_refuses(lab: Lab) -> Path:
 
 
 def store_gone(lab: Lab) -> Path:
-    """The store's process is killed while the run is at work."""
+    """The store's processes are killed while the run is at work."""
     own = replace(lab, folder=own_platform(lab, "store_gone"))
     patience = ["s3.embedded=true", "s3.upload_interval=4", "s3.max_retries=1", "s3.final_timeout_s=60"]
     run = own.driver("run", *patience, steps=20)
     run.start()
     at.wait_for_event(run, "checkpoint_uploaded", step=4)
-    run.kill("object-store")
+    for server in run.processes("object-store"):
+        run.kill_process(server)
     at.end(run, status=6)
     return run.output_dir
 
