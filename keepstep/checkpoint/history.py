@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from keepstep.checkpoint import layout
 from keepstep.events.log import read_jsonl
-from keepstep.run import RunDir
+from keepstep.run import RunDir, read_json
 
 
 def verified_steps(run: RunDir) -> set[int]:
@@ -22,3 +23,15 @@ def uploaded_steps(run: RunDir) -> list[int]:
     if not run.uploads.is_dir():
         return []
     return sorted(int(path.stem) for path in run.uploads.glob("*.json") if path.stem.isdigit())
+
+
+def rows_handed_out(run: RunDir) -> int | None:
+    """Training rows handed out up to the newest checkpoint here that says it; None: none does."""
+    for step in reversed(run.steps()):
+        try:
+            offset = read_json(run.checkpoint(step) / layout.TRAINER_STATE)["dataloader_state"]["train_dataset_offset"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(offset, int):
+            return offset
+    return None

@@ -168,6 +168,7 @@ def _against_filtered(found: Found, filtered: int | None, log: str) -> Verdict:
 
 def _against_run(args: argparse.Namespace, files: list[str]) -> tuple[Found, Verdict]:
     """Against run.json; a file that it names for validation is held against the validation files."""
+    from keepstep.checkpoint.history import rows_handed_out
     from keepstep.cli.inspect_commands import existing_run
     from keepstep.data import record
     from keepstep.run import read_json
@@ -192,7 +193,7 @@ def _against_run(args: argparse.Namespace, files: list[str]) -> tuple[Found, Ver
         record.compare(recorded, now),
         record.notes(recorded, now),
     )
-    consumed = _consumed(run)
+    consumed = rows_handed_out(run)
     if consumed and record.compare(recorded, now | {"val_files": recorded["val_files"]}):
         verdict.notes.append(record.explain_position(recorded, now, consumed))
     for split, found in (("train", train), ("val", val)):
@@ -210,18 +211,3 @@ def _compare_digest(split: str, found: str, used: Record, verdict: Verdict) -> N
         verdict.problems.append(
             f"{split}: footers and counts are the same, the rows are not: SHA-256 {expected} expected, {found} found"
         )
-
-
-def _consumed(run: Any) -> int | None:
-    """Training rows handed out up to the newest checkpoint here; None: there is none that says it."""
-    from keepstep.checkpoint import layout
-    from keepstep.run import read_json
-
-    for step in sorted(run.steps(), reverse=True):
-        try:
-            offset = read_json(run.checkpoint(step) / layout.TRAINER_STATE)["dataloader_state"]["train_dataset_offset"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if isinstance(offset, int):
-            return offset
-    return None

@@ -77,12 +77,17 @@ def given_keys(config: RunConfig) -> frozenset[str]:
 def resolve_total_steps(config: RunConfig, num_rows: int) -> int:
     """Steps of the run: `trainer.total_training_steps`, else what `trainer.total_epochs` passes over the rows give.
 
+    Args:
+        num_rows: of the training files; `data.train_max_samples` may leave fewer.
+
     Raises:
         ConfigError: that is not even one step.
     """
     trainer, batch = config.trainer, config.data.train_batch_size
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
+    cap = config.data.train_max_samples
+    num_rows = num_rows if cap < 0 else min(num_rows, cap)
     total = trainer.total_epochs * num_rows // batch
     if total < 1:
         raise ConfigError(

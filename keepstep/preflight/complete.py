@@ -24,13 +24,17 @@ def complete_result(config: RunConfig) -> dict[str, Any] | None:
     if (config.data, config.actor_rollout_ref.model) != (first.data, first.actor_rollout_ref.model):
         return None
     recorded = record["contract"]
+    total_steps = resolve_total_steps(config, record["dataset"]["num_rows"])
     terms = contract.terms(
         config,
         model_fingerprint=recorded["model.fingerprint"],
-        total_steps=resolve_total_steps(config, record["dataset"]["num_rows"]),
+        total_steps=total_steps,
         init_from_fingerprint=recorded.get("init_from.fingerprint", ""),
     )
-    if contract.serious(contract.compare(recorded, terms)) or result["final_step"] != result["target_step"]:
+    if contract.serious(contract.compare(recorded, terms)):
+        return None
+    # The record may speak of a longer run already, to which a start has agreed that did not get far.
+    if {result["final_step"], result["target_step"]} != {total_steps}:
         return None
     if config.s3_enabled and result["uploaded"] != result["final_step"]:
         return None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.checkpoint import layout
-from keepstep.checkpoint.history import uploaded_steps, verified_steps
+from keepstep.checkpoint.history import rows_handed_out, uploaded_steps, verified_steps
 from keepstep.checkpoint.manifest import parse
 from keepstep.checkpoint.plan import Rejection, ResumePlan, plan
 from keepstep.checkpoint.verify import verify
@@ -133,6 +133,8 @@ def _store(start: Start) -> str:
 def _dataset(start: Start) -> str:
     start.train_files, start.val_files, start.dataset = check_dataset(start.config, start.run, start.existing)
     start.total_steps = resolve_total_steps(start.config, start.dataset["num_rows"])
+    if start.existing is not None:
+        start.warnings += dataset_record.notes(start.existing["dataset"], start.dataset)
     compared = "as recorded at the first start" if start.existing else "recorded at this first start"
     return f"{start.dataset['num_rows']} rows in {len(start.train_files)} training files, {compared}"
 
@@ -381,7 +383,7 @@ def check_dataset(config: RunConfig, run: RunDir, existing: Record | None) -> tu
     counted = count_rows([*train_files, *val_files], columns=columns)
     found = dataset_record.build(counted[: len(train_files)], counted[len(train_files) :])
     if existing is not None:
-        differences = dataset_record.compare(existing["dataset"], found)
+        differences = dataset_record.compare(existing["dataset"], found, consumed=rows_handed_out(run))
         if differences:
             raise DataError(
                 f"The data set is not the one that {run.root} was started with:\n  " + "\n  ".join(differences),

@@ -75,6 +75,8 @@ class Stub:
 
     checks: bool = True
     lists_checksums: bool = True
+    honours_conditions: bool = True
+    """False: it takes a second object under the same key all the same."""
     tls: ssl.SSLContext | None = None
     faults: list[Fault] = field(default_factory=list)
     objects: dict[str, Stored] = field(default_factory=dict)
@@ -248,7 +250,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _make(self, stored: Stored) -> None:
         """The object becomes visible, in one step."""
         with self.stub.lock:
-            if self.headers.get("If-None-Match") == "*" and self.key in self.stub.objects:
+            conditional = self.stub.honours_conditions and self.headers.get("If-None-Match") == "*"
+            if conditional and self.key in self.stub.objects:
                 raise _RefusalError("PreconditionFailed")
             self.stub.objects[self.key] = stored
 

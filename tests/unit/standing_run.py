@@ -1,4 +1,4 @@
-"""A run that stands on disk with its record and one checkpoint, made without torch: for what is checked before a start."""
+"""A run on disk with its record and one checkpoint, without training: for what is checked before a start."""
 
 from __future__ import annotations
 

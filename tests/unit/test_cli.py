@@ -220,7 +220,7 @@ def test_dataset_check_against_a_number(finished: RunDir, capsys: pytest.Capture
     data = str(finished.root.parent / "train.parquet")
     status, found, _ = answer(capsys, "dataset", "check", data, "--expect-rows", "30")
     assert (status, found["num_rows"], found["expected"], found["problems"]) == (0, 30, 30, [])
-    status, found, _ = answer(capsys, "dataset", "check", data, "--expect-rows", "31", "--full")
+    status, found, _ = answer(capsys, "dataset", "check", data, "--expect-rows", "31", "--deep")
     assert (status, found["problems"]) == (EXIT_DATA, [f"{data}: 30 rows, expected 31"])
     assert main(["dataset", "check", data]) == 0
 

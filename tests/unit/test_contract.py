@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from keepstep.cli.main import main
-from keepstep.config.load import load, settings
-from keepstep.errors import EXIT_CONTRACT, ConfigError, ContractError
+from keepstep.config.load import load, settings, to_yaml
+from keepstep.errors import EXIT_CONTRACT, ConfigError, ContractError, DataError
 from keepstep.preflight import contract
+from keepstep.preflight.complete import complete_result
 from keepstep.preflight.contract import CONFIRM, FATAL, FIELDS, FREE, NOTE, Drift, class_of, compare, enforce, table
 from keepstep.run import read_json, write_json
 from tests.unit import standing_run
@@ -55,7 +56,7 @@ def test_every_setting_has_a_class_and_every_line_of_the_table_is_a_setting():
     for key in known:
         class_of(key)
     assert set(FIELDS) - DERIVED - SECTIONS <= known
-    assert {drift_class for drift_class in FIELDS.values()} == {FATAL, CONFIRM, NOTE, FREE}
+    assert set(FIELDS.values()) == {FATAL, CONFIRM, NOTE, FREE}
     for section in SECTIONS:
         assert FIELDS[section] == FREE
 
@@ -373,3 +374,38 @@ def test_another_layout_version_names_both(tmp_path: Path):
     warnings = standing.prepare().warnings
     assert any("code.layout_version: 0 at the first start, 1 now" in warning for warning in warnings)
     assert any("code.keepstep: 0.0.9 at the first start" in warning for warning in warnings)
+
+
+# complete
+
+
+def finish(standing: Standing, step: int) -> None:
+    write_json(standing.run.result, {"final_step": step, "target_step": step, "uploaded": None})
+    standing.run.config.write_text(to_yaml(standing.config(f"trainer.total_training_steps={step}")))
+
+
+def test_a_complete_run_is_complete_for_the_same_start_only(tmp_path: Path):
+    """C121: libraries may be newer by then; a longer run that was agreed to and did not get far is not complete."""
+    standing = standing_run.make(tmp_path, "trainer.total_training_steps=20")
+    finish(standing, 20)
+    same = standing.config("trainer.total_training_steps=20")
+    assert complete_result(same) is not None
+    assert complete_result(standing.config("trainer.total_training_steps=20", "trainer.seed=7")) is None
+    record = read_json(standing.run.record)
+    record["contract"]["code.torch"] = "1.0"
+    write_json(standing.run.record, record)
+    assert complete_result(same) is not None
+    record["contract"]["trainer.total_training_steps"] = 30
+    write_json(standing.run.record, record)
+    assert complete_result(standing.config("trainer.total_training_steps=30")) is None
+    assert complete_result(standing.config("trainer.total_training_steps=20", "trainer.debug=true")) is None
+
+
+def test_other_data_is_refused_with_what_the_position_would_mean(standing: Standing, tmp_path: Path):
+    """C2, C16: rows then and now, and which rows would come again."""
+    other = standing_run.make_data(tmp_path / "other.parquet", num_rows=50)
+    with pytest.raises(DataError) as raised:
+        standing.prepare(f"data.train_files={other}")
+    assert "640 rows expected, 50 found" in raised.value.message
+    # builder's checkpoint of step 20 has handed out 80 rows.
+    assert "80" in raised.value.message
