@@ -15,7 +15,7 @@ from keepstep.checkpoint.verify import verify
 pytestmark = pytest.mark.integration
 
 SCRIPT = """
-import hashlib, json, shutil, socket, sys
+import gc, hashlib, json, shutil, socket, sys
 import numpy as np, torch, torch.distributed as dist, torch.multiprocessing as mp
 from pathlib import Path
 from keepstep.actor.batch import deal, pack
@@ -26,6 +26,7 @@ from keepstep.checkpoint.sharded import ShardWriter
 from keepstep.checkpoint.stage import stage
 from keepstep.checkpoint.writer import SaveRequest, assemble, assemble_optimizer
 from keepstep.config.schema import ActorConfig
+from keepstep.errors import CheckpointError
 from keepstep.quickstart.char_qwen3 import build_model, build_tokenizer
 
 def batch_of(step):
@@ -35,10 +36,10 @@ def batch_of(step):
     batch = pack(prompts, responses, [[0.0] * len(r) for r in responses], pad_id=0)
     return batch.with_advantages(generator.normal(size=32))
 
-def build(rank, world_size, port, micro):
+def build(rank, world_size, port, micro, model_dir=None):
     actor = ActorConfig(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=micro, kl_loss_coef=0.01,
                         optim=dict(lr=1e-3, lr_warmup_steps=2, lr_scheduler_type="cosine"))
-    found = Rank(RankSpec(rank, world_size, "cpu", sys.argv[1], actor, 1.0, 64, 6, 42, 120.0))
+    found = Rank(RankSpec(rank, world_size, "cpu", model_dir or sys.argv[1], actor, 1.0, 64, 6, 42, 120.0))
     found.connect("127.0.0.1", port)
     return found
 
@@ -197,6 +198,75 @@ def sharded_step(index, world_size, ports, out):
     if index == 0:
         torch.save({"grads": grads, "norm": metrics["actor/grad_norm"]}, out)
 
+def live_bytes():
+    # Bytes of all tensors that somebody still holds, each storage once.
+    gc.collect()
+    storages = {}
+    for value in gc.get_objects():
+        if isinstance(value, torch.Tensor):
+            tensor = value.to_local() if hasattr(value, "to_local") else value
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+def extras(index, world_size, ports, out):
+    # What a resume takes up beside the tensors: probe, scheduler, parameters without moments; and a warm start.
+    ports, found = list(ports), {}
+    frozen = "model.layers.0.input_layernorm.weight"
+    prompts = [[3, 4, 5, 6], [7, 8]]
+    rank = build(index, world_size, ports.pop(), 16)
+    rank.load_initial(sys.argv[1])
+    dict(rank.model.named_parameters())[frozen].requires_grad_(False)
+    train(rank, range(3))
+    found["probe_saved"], found["bytes_running"] = rank.probe(prompts), live_bytes()
+    found["scheduler_saved"] = {k: v for k, v in rank.scheduler.state_dict().items() if k != "lr_lambdas"}
+    snapshots, references = gather((rank.snapshot(False), rank.snapshot_reference()))
+    folder = save(index, world_size, None, out, "full", snapshots, references)
+    found["lrs"] = train(rank, range(3, 6))
+    (final,) = gather((rank.snapshot(False),))
+    del rank, snapshots, references
+    dist.destroy_process_group()
+
+    resumed = build(index, world_size, ports.pop(), 16)
+    dict(resumed.model.named_parameters())[frozen].requires_grad_(False)
+    report = resumed.load_checkpoint(folder)
+    found["bytes_resumed"], found["probe_loaded"] = live_bytes(), resumed.probe(prompts)
+    found["report"] = [report.optimizer_step, report.num_without_moments, report.num_saved_streams,
+                       report.streams_restored]
+    train(resumed, range(3, 6))
+    (again,) = gather((resumed.snapshot(False),))
+    found["final"], found["resumed"] = digest(final), digest(again)
+    del resumed
+    dist.destroy_process_group()
+
+    rebuilt = build(index, world_size, ports.pop(), 16)
+    (Path(folder) / "actor" / "scheduler.pt").unlink(missing_ok=True)
+    dist.barrier()
+    rebuilt.load_checkpoint(folder, None, 3)
+    found["scheduler_rebuilt"] = {k: v for k, v in rebuilt.scheduler.state_dict().items() if k != "lr_lambdas"}
+    found["lrs_rebuilt"] = train(rebuilt, range(3, 6))
+    dist.destroy_process_group()
+
+    warm = build(index, world_size, ports.pop(), 16)
+    warm.load_initial(sys.argv[1])
+    found["left"] = warm.load_weights(folder, False)
+    found["probe_warm"], found["moments_warm"] = warm.probe(prompts), len(warm.optimizer.state)
+    found["reference_is_policy"] = all(
+        torch.equal(policy.to_local(), reference.to_local())
+        for policy, reference in zip(warm.model.parameters(), warm.reference.parameters(), strict=True))
+    found["lr_warm"] = warm.learning_rate()
+    dist.destroy_process_group()
+
+    other = build(index, world_size, ports.pop(), 16, sys.argv[2] + "/other-model")
+    other.load_initial(sys.argv[2] + "/other-model")
+    try:
+        other.load_weights(folder, False)
+    except CheckpointError as error:
+        found["refused"] = error.message
+    found["left_other"] = other.load_weights(folder, True)
+    dist.destroy_process_group()
+    if index == 0:
+        json.dump(found, open(out, "w"))
+
 def play(index, scenarios):
     for function, world_size, ports, arguments in scenarios:
         if index < world_size:
@@ -230,6 +300,11 @@ if __name__ == "__main__":
             scenarios.append((reshard, size, (free_port(),), (folder, f"{sys.argv[2]}/{name}-{size}.json")))
     folder = f"{sys.argv[2]}/sharded.json.run/checkpoints/step_3"
     scenarios.append((load_staged, 2, (free_port(),), (folder, f"{sys.argv[2]}/staged.json")))
+    from transformers import AutoConfig
+    config = AutoConfig.from_pretrained(sys.argv[1])
+    values = config.to_dict() | {"num_hidden_layers": 3, "vocab_size": 72, "layer_types": None}
+    AutoModelForCausalLM.from_config(type(config)(**values)).save_pretrained(sys.argv[2] + "/other-model")
+    scenarios.append((extras, 2, tuple(free_port() for _ in range(5)), (sys.argv[2] + "/extras.json",)))
     mp.spawn(play, args=(scenarios,), nprocs=3)
 """
 
@@ -246,6 +321,51 @@ def reports(tmp_path_factory) -> dict[str, dict]:
     assert done.returncode == 0, done.stderr[-3000:]
     found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     return found | {name: torch.load(folder / f"{name}.pt") for name in ("plain", "ranks")}
+
+
+def test_the_probe_of_the_save_is_that_of_the_load(reports: dict[str, dict]):
+    """C32, C95: a loaded policy gives the log-probs that it gave when it was saved, to the bit."""
+    found = reports["extras"]
+    assert found["probe_loaded"] == found["probe_saved"]
+    assert [len(row) for row in found["probe_saved"]] == [3, 1]
+    assert all(value < 0 for row in found["probe_saved"] for value in row)
+
+
+def test_a_lost_scheduler_is_rebuilt_as_it_was(reports: dict[str, dict]):
+    """C115: at the checkpoint's global step, in the middle of the cosine; its warm-up does not come again."""
+    found = reports["extras"]
+    assert found["scheduler_rebuilt"] == found["scheduler_saved"]
+    assert found["lrs_rebuilt"] == found["lrs"]
+
+
+def test_a_parameter_that_never_got_a_gradient(reports: dict[str, dict]):
+    """C125: it has no moments in the checkpoint, which is counted and loads; training goes on to the byte."""
+    found = reports["extras"]
+    assert found["report"] == [6, 1, 2, True]
+    assert found["resumed"] == found["final"]
+
+
+def test_a_load_leaves_no_second_copy(reports: dict[str, dict]):
+    """C98: out of memory one step after a resume at settings that had run before."""
+    found = reports["extras"]
+    assert found["bytes_resumed"] <= found["bytes_running"]
+
+
+def test_a_warm_start_takes_weights_alone(reports: dict[str, dict]):
+    """C124: policy and reference from the checkpoint; optimizer, schedule and counters fresh."""
+    found = reports["extras"]
+    assert (found["left"], found["moments_warm"], found["reference_is_policy"]) == ([], 0, True)
+    assert found["probe_warm"] == found["probe_saved"]
+    assert found["lr_warm"] == pytest.approx(1e-3 / 3)
+
+
+def test_a_warm_start_of_another_model_is_refused_or_named(reports: dict[str, dict]):
+    """Another vocabulary and one more layer: refused, or with a waiver left out by name."""
+    found = reports["extras"]
+    assert "does not fit the model" in found["refused"] and "model.embed_tokens.weight" in found["refused"]
+    assert "model.embed_tokens.weight" in found["left_other"]
+    assert any(name.startswith("model.layers.2.") for name in found["left_other"])
+    assert "model.norm.weight" not in found["left_other"]
 
 
 @pytest.mark.parametrize("name", ["two", "two-micro", "one", "sharded", "one-sharded"])

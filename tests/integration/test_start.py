@@ -1,0 +1,105 @@
+"""How an attempt begins: what it says, the probe, one step aside, a warm start, a lost scheduler. Real runs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keepstep.events.log import read_jsonl
+from keepstep.run import RunDir, read_json, write_json
+from tests.integration.conftest import OVERRIDES
+from tests.integration.driver import Driver, clean_environment
+from tests.integration.test_refusals import snapshot
+from tests.unit.forging import reseal
+
+pytestmark = pytest.mark.integration
+
+
+def train(output: Path, *overrides: str, command: str = "train") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "keepstep.cli.main", command, f"trainer.output_dir={output}", "s3.embedded=false",
+         *overrides],
+        capture_output=True, text=True, timeout=240, env=clean_environment(),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def standing(reference: Driver, workspace: Path) -> RunDir:
+    """A copy of the reference run that ends at step 20 and may be spoiled."""
+    run = RunDir.at(workspace / "standing")
+    shutil.rmtree(run.root, ignore_errors=True)
+    shutil.copytree(reference.run.root, run.root, symlinks=True)
+    run.result.unlink()
+    for step in run.steps():
+        if step > 20:
+            shutil.rmtree(run.checkpoint(step))
+    return run
+
+
+def test_debug_takes_one_step_and_writes_nothing(standing: RunDir):
+    """Whatever the run's length says; three lines before all others; the run is the same to the byte."""
+    before = snapshot(standing.root)
+    done = train(standing.root, *OVERRIDES, "--debug", command="run")
+    assert done.returncode == 0, done.stderr
+    assert snapshot(standing.root) == before
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("[DEBUG]", "resumed at", "step ", "probe"))]
+    assert lines[:3] == [
+        "[DEBUG] Resuming from step 20, epoch 3",
+        # Two updates a step.
+        "[DEBUG] Loaded actor optimizer with step 40",
+        "[DEBUG] Dataloader offset set to 1280",
+    ]
+    assert lines[3].startswith(f"resumed at step 20 of 44 from {standing.checkpoint(20)} (verified, newest")
+    assert lines[4] == "probe: the same prompts have the log-probs of the save (largest difference 0)"
+    assert [line.split()[1] for line in lines[5:]] == ["21/44"]
+    assert not list(standing.root.parent.glob(".debug-*"))
+
+
+def test_a_policy_that_is_not_the_saved_one_stops_the_attempt(standing: RunDir):
+    """C32, C95: the bytes verify, the log-probs are others: nothing is trained on."""
+    path = standing.checkpoint(20) / "trainer_state.json"
+    state = read_json(path)
+    state["probe"]["log_probs"][0][0] -= 0.01
+    write_json(path, state)
+    reseal(standing.checkpoint(20))
+    done = train(standing.root, *OVERRIDES)
+    assert done.returncode == 1, done.stderr
+    assert "differ by up to 0.01 nats a token, tolerance 0.001 (fp32)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert standing.steps()[-1] == 20
+    assert [e["step"] for e in read_jsonl(standing.events) if e["event"] == "step"][-1] == 44, "none was trained"
+
+
+def test_a_warm_start_begins_at_step_0(reference: Driver, workspace: Path):
+    """C124: weights of step 44, and nothing else of it."""
+    source = reference.run.checkpoint(44)
+    run = RunDir.at(workspace / "warm")
+    done = train(run.root, f"trainer.init_from={source}", "trainer.total_training_steps=2", "trainer.test_freq=-1")
+    assert done.returncode == 0, done.stderr
+    events = list(read_jsonl(run.events))
+    (initialised,) = (event for event in events if event["event"] == "initialised")
+    assert (initialised["source"], initialised["left_out"]) == (str(source), [])
+    steps = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in steps] == [1, 2]
+    # The reference is the same policy, so there is no divergence yet; the rate warms up from its beginning.
+    assert steps[0]["kl"] < 1e-3 and steps[0]["lr"] == pytest.approx(5e-4 / 6)
+    state = read_json(run.checkpoint(2) / "trainer_state.json")
+    assert (state["global_step"], state["num_updates"], state["epoch"]) == (2, 4, 1)
+    assert read_json(run.record)["contract"]["init_from.fingerprint"]
+
+
+def test_a_lost_scheduler_is_rebuilt_and_written_down(standing: RunDir):
+    """C115: with the waiver the run goes on as if it had not been lost; without it, it does not."""
+    (standing.checkpoint(20) / "actor" / "scheduler.pt").unlink()
+    for step in standing.steps()[:-1]:
+        shutil.rmtree(standing.checkpoint(step))
+    done = train(standing.root, *OVERRIDES)
+    assert done.returncode == 1 and "resume.allow=[scheduler] rebuilds it" in done.stderr
+    done = train(standing.root, *OVERRIDES, "trainer.total_training_steps=44", "resume.allow=[scheduler]", "--debug")
+    assert done.returncode == 0, done.stderr
+    assert "its scheduler is rebuilt at the global step" in done.stderr
+    assert "learning rate: 0.0005 in step 20, 0.0005 in step 21" in done.stderr
