@@ -7,6 +7,8 @@ keeps its traceback.
 
 from __future__ import annotations
 
+import errno
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -118,6 +120,14 @@ def no_room_cause(error: BaseException) -> OSError | None:
             return seen
         seen = seen.__cause__ or seen.__context__
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that host or device memory ran out, in the words of Python, torch, CUDA or the kernel."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    text = str(error).lower()
+    return any(words in text for words in ("out of memory", "cannot allocate memory", "can't allocate memory"))
 
 
 class NoRoomError(KeepstepError):

@@ -98,7 +98,7 @@ class RunDir:
     def pinned_steps(self) -> frozenset[int]:
         if not self.pins.is_dir():
             return frozenset()
-        return frozenset(int(path.name) for path in self.pins.iterdir() if path.name.isdigit())
+        return frozenset(int(path.name) for path in self.pins.iterdir() if path.name.isdecimal())
 
     @property
     def quarantine(self) -> Path:
@@ -139,7 +139,7 @@ class RunDir:
         if not self.attempts.is_dir():
             return []
         names = (entry.name for entry in os.scandir(self.attempts))
-        return sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit())
+        return sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal())
 
     def has_record(self) -> bool:
         return self.record.is_file()

@@ -22,7 +22,7 @@ def uploaded_steps(run: RunDir) -> list[int]:
     """Steps that the store has confirmed, ascending."""
     if not run.uploads.is_dir():
         return []
-    return sorted(int(path.stem) for path in run.uploads.glob("*.json") if path.stem.isdigit())
+    return sorted(int(path.stem) for path in run.uploads.glob("*.json") if path.stem.isdecimal())
 
 
 def rows_handed_out(run: RunDir) -> int | None:

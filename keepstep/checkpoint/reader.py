@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from keepstep.actor.shards import copy_chunks
 from keepstep.checkpoint import layout
-from keepstep.errors import CheckpointError
+from keepstep.errors import CheckpointError, OutOfMemoryError, is_out_of_memory
 from keepstep.run import read_json
 
+OUT_OF_MEMORY_REMEDY = "See who holds memory: keepstep preflight --clean ends what earlier attempts left."
 ACTOR, OPTIMIZER, REF = "actor", "optimizer", "ref"
 ROLE_FILES = {ACTOR: layout.ACTOR, OPTIMIZER: layout.OPTIMIZER, REF: layout.REF}
 ROLE_DIRS = {ACTOR: layout.ACTOR_SHARDS, OPTIMIZER: layout.OPTIMIZER_SHARDS, REF: layout.REF_SHARDS}
@@ -137,6 +138,9 @@ def read_file(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
+        if is_out_of_memory(error):
+            # The file is blameless.
+            raise OutOfMemoryError(f"Loading {path}: out of memory ({error}).", OUT_OF_MEMORY_REMEDY) from error
         raise CheckpointError(f"{path} cannot be loaded: {error}", _remedy(path.parent.parent)) from error
 
 

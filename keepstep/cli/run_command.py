@@ -161,7 +161,7 @@ def summary(run: RunDir, result: dict[str, Any]) -> str:
 
 
 def _known_steps(run: RunDir) -> list[int]:
-    uploaded = {int(path.stem) for path in run.uploads.glob("*.json") if path.stem.isdigit()}
+    uploaded = {int(path.stem) for path in run.uploads.glob("*.json") if path.stem.isdecimal()}
     return sorted({*run.steps(), *uploaded})
 
 

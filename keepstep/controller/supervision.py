@@ -62,20 +62,23 @@ class Supervisor:
         """The cause of a failed call. A rank that lost its peer fails too: the peer's death is the cause to report."""
         dead = self._dead_roles(role_of, pending, patience_s=CAUSE_PATIENCE_S)
         if dead:
-            return errors.WorkerDiedError(f"{what}: {', '.join(sorted(dead))} died.")
+            # Not in the message, which is compared from attempt to attempt: it names processes and nodes.
+            causes = " ".join(sorted(set(dead.values())))
+            return errors.WorkerDiedError(f"{what}: {', '.join(sorted(dead))} died.", f"Ray says: {causes}")
         return classify(error, what)
 
-    def _dead_roles(self, role_of: dict[Any, str], pending: list[Any], patience_s: float) -> set[str]:
+    def _dead_roles(self, role_of: dict[Any, str], pending: list[Any], patience_s: float) -> dict[str, str]:
+        """Role to Ray's own word on its death."""
         deadline = time.monotonic() + patience_s
-        dead: set[str] = set()
+        dead: dict[str, str] = {}
         remaining = list(pending)
         while remaining and not dead and time.monotonic() < deadline:
             ready, remaining = ray.wait(remaining, num_returns=1, timeout=POLL_S)
             for reference in ready:
                 try:
                     ray.get(reference)
-                except (ActorDiedError, ActorUnavailableError):
-                    dead.add(role_of[reference])
+                except (ActorDiedError, ActorUnavailableError) as death:
+                    dead[role_of[reference]] = _first_line(death)
                 except Exception:
                     continue
         return dead
@@ -88,12 +91,16 @@ def classify(error: BaseException, what: str) -> errors.KeepstepError:
         return cause
     if isinstance(error, RayActorError):
         return errors.WorkerDiedError(f"{what}: a worker died ({_first_line(error)}).")
-    if isinstance(cause, (MemoryError, OutOfMemoryError)) or "out of memory" in str(cause).lower():
+    if isinstance(cause, OutOfMemoryError) or errors.is_out_of_memory(cause):
         return errors.OutOfMemoryError(f"{what}: out of memory ({_first_line(cause)}).")
     if isinstance(cause, OSError) and cause.errno in errors.NO_ROOM_ERRNOS:
         return errors.NoRoomError(
             f"{what}: no room on the filesystem ({cause}).", "Free space or lower checkpoint.keep_last."
         )
+    if "Connection closed by peer" in str(cause):
+        return errors.WorkerDiedError(f"{what}: a peer of the group went away ({_first_line(cause)}).")
+    if "Timed out waiting" in str(cause):
+        return errors.NoProgressError(f"{what}: a peer of the group did not answer ({_first_line(cause)}).")
     return errors.BugError(f"{what}: {type(cause).__name__}: {_first_line(cause)}")
 
 

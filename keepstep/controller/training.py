@@ -45,6 +45,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="data") as loader:
             # The data set and the tokenizer load while the workers import.
+            exportable = loader.submit(check_export, session.model_files(chosen.step))
             data = loader.submit(load_data, session, session.model_files(chosen.step))
             cluster.start()
             if session.config.ray.address:
@@ -52,6 +53,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
             session.leaving.take_signals()
             supervisor = Supervisor(session.leaving.check)
             ranks, engines, saver = start_workers(session, chosen, cluster, supervisor, device)
+            exportable.result(timeout=session.config.timeouts.start_s)
             train_set, val_set, tokenizer = data.result(timeout=session.config.timeouts.start_s)
         state = load_state(session, chosen, ranks, supervisor, len(train_set))
         saver.context.num_rows = len(train_set)
@@ -177,6 +179,18 @@ def start_saver(
     return Saver(context, session.attempt, session.events, supervisor, session.uploader, start_writers, start_writers())
 
 
+def check_export(model_files: str) -> None:
+    """Config, generation config and tokenizer can be written out: at the end of the run it would be too late to know.
+
+    Raises:
+        ConfigError: what transformers says against it.
+    """
+    from keepstep.export import dry_run
+
+    if problem := dry_run.problem(model_files):
+        raise ConfigError(f"An export of {model_files} would fail: {problem}", "Mend the model's folder first.")
+
+
 def load_data(session: Session, model_files: str) -> tuple[Any, Any, Any]:
     """(training set, validation set, tokenizer); the counts go to the log.
 
@@ -184,16 +198,12 @@ def load_data(session: Session, model_files: str) -> tuple[Any, Any, Any]:
 
     Raises:
         DataError: other rows than those the run recorded.
-        ConfigError: config or tokenizer could not be written out at the end of the run.
     """
     from transformers import AutoTokenizer
 
     from keepstep.data.loader import Dataset, Split
     from keepstep.data.record import compare_usage
-    from keepstep.export import dry_run
 
-    if problem := dry_run.problem(model_files):
-        raise ConfigError(f"An export of {model_files} would fail: {problem}", "Mend the model's folder first.")
     tokenizer = AutoTokenizer.from_pretrained(model_files)
     data, seed = session.config.data, session.config.trainer.seed
 

@@ -123,12 +123,12 @@ class Uploader:
                 self._events.emit("checkpoint_uploaded", step=step, upload_s=round(time.monotonic() - begin, 3))
                 self._tell_cleared(json.loads(found.stdout))
                 return
-            reason, final = _reason(found)
+            reason, final, failure_class = _reason(found)
             if found.status == EXIT_HELD:
                 # Another machine has the run: the loop stops at its next look.
                 self._attempt.fenced.set()
             self._failed[step] = reason
-            self._events.emit("upload_failed", step=step, reason=reason, tries=number + 1)
+            self._events.emit("upload_failed", step=step, reason=reason, tries=number + 1, **{"class": failure_class})
             if final or number == self._config.max_retries:
                 return
             if self._hurry.wait(min(LONGEST_DELAY_S, 2.0**number)):
@@ -151,11 +151,12 @@ class Uploader:
             logger.warning("nothing more was cleared from the store: %s", record["clear_error"])
 
 
-def _reason(found: ChildResult) -> tuple[str, bool]:
-    """(what went wrong, whether another try cannot help)."""
+def _reason(found: ChildResult) -> tuple[str, bool, str]:
+    """(what went wrong, whether another try cannot help, the error's class)."""
     try:
         record = json.loads(found.stdout)
     except ValueError:
-        return f"the uploader ended with {found.status}: {found.stderr.strip()[-300:]}", False
-    refused = record.get("class") in ("storage_refused", "fenced", "contract", "local_file_differs")
-    return ("refused: " if refused else "") + str(record.get("message", "")), refused
+        return f"the uploader ended with {found.status}: {found.stderr.strip()[-300:]}", False, "worker_died"
+    failure_class = str(record.get("class", ""))
+    refused = failure_class in ("storage_refused", "fenced", "contract", "local_file_differs")
+    return ("refused: " if refused else "") + str(record.get("message", "")), refused, failure_class

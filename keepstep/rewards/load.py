@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,16 @@ def score(
     """One response's reward. A dict carries it under `score`, as in verl."""
     try:
         result = function(data_source=data_source, solution_str=text, ground_truth=ground_truth, extra_info=extra_info)
-        return float(result["score"] if isinstance(result, dict) else result)
+        value = float(result["score"] if isinstance(result, dict) else result)
+        if not math.isfinite(value):
+            raise ValueError(f"the reward is {value}")
+        return value
     except Exception as error:
         where = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
         raise RewardError(
             f"The reward function {where} failed on the response {text[:60]!r} to a row of {data_source!r}: "
             f"{type(error).__name__}: {error}.",
-            "Mend the function; a reward is a number, or a dict with `score`.",
+            "Mend the function; a reward is a finite number, or a dict with `score`.",
         ) from error
 
 

@@ -48,7 +48,7 @@ EXPECTED: dict[str, tuple[str, str, str, str, str]] = {
     "rank_hangs": ("no_answer", PROBLEM, EVENTS, FAILED, "timeouts.collective_s"),
     "rank_killed": ("worker_lost", PROBLEM, EVENTS, "rank 1 died", "same command again"),
     "replay_differs": ("replay_differs", PROBLEM, EVENTS, '"class": "exactness"', "keepstep plan"),
-    "reward_infinite": ("non_finite", PROBLEM, EVENTS, '"class": "non_finite"', "finite numbers"),
+    "reward_infinite": ("reward_raised", PROBLEM, EVENTS, '"class": "reward"', "finite"),
     "reward_raises": ("reward_raised", PROBLEM, EVENTS, "ZeroDivisionError", "custom_reward_function.source"),
     "rewards_equal": ("rewards_equal", PROBLEM, METRICS, "zero_std_groups", "custom_reward_function"),
     "save_skipped": ("save_skipped", NOTE, EVENTS, '"event": "checkpoint_skipped"', "keepstep prune"),

@@ -43,7 +43,16 @@ def test_what_is_not_there_is_named(name: str, path: str | None):
     assert (path or name) in caught.value.message
 
 
-@pytest.mark.parametrize("result", ["raise KeyError('oops')", "return None", "return {'points': 1}"])
+@pytest.mark.parametrize(
+    "result",
+    [
+        "raise KeyError('oops')",
+        "return None",
+        "return {'points': 1}",
+        "return float('nan')",
+        "return {'score': float('inf')}",
+    ],
+)
 def test_failing_function_is_named_and_not_retried(tmp_path: Path, result: str):
     path = tmp_path / "reward.py"
     path.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {result}\n")
