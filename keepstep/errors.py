@@ -8,6 +8,7 @@ keeps its traceback.
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -152,10 +153,20 @@ class OrphanedError(KeepstepError):
 
 
 class WorkerDiedError(KeepstepError):
-    """A rank, an engine, a writer or the controller's process went away."""
+    """A rank, an engine, a writer or the controller's process went away.
+
+    Attributes:
+        roles: the workers that died, as `rank 1` or `engine 0`; empty where it is not known which.
+    """
 
     failure_class = "worker_died"
     retry = True
+    roles: frozenset[str] = frozenset()
+
+    def of(self, roles: Iterable[str]) -> WorkerDiedError:
+        """This error, with the workers that it is about."""
+        self.roles = frozenset(roles)
+        return self
 
 
 class OutOfMemoryError(KeepstepError):

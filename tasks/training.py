@@ -12,6 +12,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.logging import get_logger, get_run_logger
 from prefect.runtime import task_run
 
+from keepstep.config.load import without_asked_checkpoint
 from keepstep.config.schema import RetryConfig, RunConfig
 from keepstep.controller.launch import run_trainer
 from keepstep.errors import KeepstepError, Preempted
@@ -85,8 +86,3 @@ def with_retries(retry: RetryConfig, stop: threading.Event, history: AttemptHist
         retry_jitter_factor=retry.jitter,
         retry_condition_fn=worth_another,
     )
-
-
-def without_asked_checkpoint(config: RunConfig) -> RunConfig:
-    """`trainer.resume_from_checkpoint` holds for the first attempt of a start; later ones go on from what it saved."""
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume_from_checkpoint": None})})

@@ -74,6 +74,11 @@ def given_keys(config: RunConfig) -> frozenset[str]:
     return frozenset(key for key, _ in _leaves(config.model_dump(mode="json", exclude_unset=True)))
 
 
+def without_asked_checkpoint(config: RunConfig) -> RunConfig:
+    """`trainer.resume_from_checkpoint` holds for the first attempt of a start; later ones go on from what it saved."""
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume_from_checkpoint": None})})
+
+
 def resolve_total_steps(config: RunConfig, num_rows: int) -> int:
     """Steps of the run: `trainer.total_training_steps`, else what `trainer.total_epochs` passes over the rows give.
 

@@ -263,6 +263,13 @@ class RetryConfig(Section):
     """Seconds after SIGTERM in which the attempt saves and leaves."""
 
 
+class RecoveryConfig(Section):
+    in_place: bool = True
+    """Replace a lost rank or engine within the attempt, instead of ending it."""
+    max_in_a_row: PositiveInt = 3
+    """Replacements without a newly verified step; one more ends the attempt."""
+
+
 class TimeoutConfig(Section):
     start_s: PositiveFloat = 600.0
     """Ranks and engines are up within this."""
@@ -291,6 +298,7 @@ class RunConfig(Section):
     s3: S3Config = S3Config()
     resume: ResumeConfig = ResumeConfig()
     retry: RetryConfig = RetryConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     ray: RayConfig = RayConfig()
 

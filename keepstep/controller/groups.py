@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from keepstep.actor.batch import Batch
 from keepstep.config.schema import TimeoutConfig
 from keepstep.controller.supervision import Supervisor
+from keepstep.errors import WorkerDiedError
 from keepstep.rollout.types import Request, Response
 
 if TYPE_CHECKING:
     from keepstep.actor.rank import LoadReport
+
+T = TypeVar("T")
+
+
+class EngineRecovery(Protocol):
+    """How lost engines are replaced (`controller.recovery.Recovery`)."""
+
+    def replace(self, actors: list[Any], lost: list[int], error: WorkerDiedError) -> None:
+        """Start these engines again, in their places in `actors`; raises `error` where that is not to be done."""
+        ...
+
+    def weights(self) -> Any:
+        """Reference to the policy's weights as they are now."""
+        ...
 
 
 class RankGroup:
@@ -111,10 +126,16 @@ class RankGroup:
 
 
 class EngineGroup:
-    """All rollout engines; requests are dealt in contiguous shares and answered in order."""
+    """All rollout engines; requests are dealt in contiguous shares and answered in order.
+
+    An engine that dies in a call is started again, gets the weights of the running version, and the call is made once
+    more: what it samples is a function of the seeds of the requests, so nothing of it is lost.
+    """
 
     def __init__(self, actors: list[Any], supervisor: Supervisor, timeouts: TimeoutConfig) -> None:
         self.actors = actors
+        self.recovery: EngineRecovery | None = None
+        """None: the death of an engine is the caller's matter."""
         self._supervisor = supervisor
         self._timeouts = timeouts
 
@@ -123,18 +144,45 @@ class EngineGroup:
         return self._supervisor.gather(calls, self._timeouts.start_s, "starting the engines")
 
     def update_weights(self, weights: Any, version: int) -> None:
-        calls = self._calls(lambda actor, _: actor.update_weights.remote(weights, version))
-        self._supervisor.gather(calls, self._timeouts.step_s, "weight sync")
+        """Give all engines the weights (a reference to rank 0's) as `version`."""
+
+        def update() -> None:
+            calls = self._calls(lambda actor, _: actor.update_weights.remote(weights, version))
+            self._supervisor.gather(calls, self._timeouts.step_s, "weight sync")
+
+        self._reviving(update)
 
     def generate(self, requests: list[Request], *, version: int, max_tokens: int, temperature: float) -> list[Response]:
         shares = np.array_split(np.arange(len(requests)), len(self.actors))
-        calls = self._calls(
-            lambda actor, index: actor.generate.remote(
-                [requests[row] for row in shares[index]], version, max_tokens, temperature
+
+        def generate() -> list[list[Response]]:
+            calls = self._calls(
+                lambda actor, index: actor.generate.remote(
+                    [requests[row] for row in shares[index]], version, max_tokens, temperature
+                )
             )
-        )
-        answers = self._supervisor.gather(calls, self._timeouts.step_s, "rollout")
+            return self._supervisor.gather(calls, self._timeouts.step_s, "rollout")
+
+        answers = self._reviving(generate, version)
         return [response for answer in answers for response in answer]
+
+    def _reviving(self, act: Callable[[], T], version: int | None = None) -> T:
+        """`act`, made again after each death of an engine that may be mended.
+
+        Args:
+            version: of the weights that a new engine needs for it; None: `act` brings them.
+        """
+        while True:
+            try:
+                return act()
+            except WorkerDiedError as error:
+                lost = [index for index in range(len(self.actors)) if f"engine {index}" in error.roles]
+                if not lost or self.recovery is None:
+                    raise
+                self.recovery.replace(self.actors, lost, error)
+                weights = self.recovery.weights() if version is not None else None
+            if version is not None:
+                self.update_weights(weights, version)
 
     def _calls(self, call: Any) -> list[tuple[str, Any]]:
         return [(f"engine {index}", call(actor, index)) for index, actor in enumerate(self.actors)]

@@ -124,6 +124,11 @@ class Saver:
             self._in_flight = None
         return time.monotonic() - begin
 
+    def start_over(self, step: int) -> None:
+        """The loop goes on from this verified step with other ranks."""
+        self.last_saved, self.wanted, self._in_flight = step, False, None
+        self.context.resumed_step = step
+
     def close(self) -> None:
         """No more saving: the attempt ends. A save in flight is given a moment; what it leaves is swept later."""
         self._closing.set()

@@ -24,7 +24,7 @@ from keepstep.checkpoint.plan import Rejection, ResumePlan
 from keepstep.checkpoint.publish import point, quarantine, sweep_temporaries
 from keepstep.checkpoint.repair import Fetch, from_disk, from_model, mend_reference
 from keepstep.checkpoint.verify import verify
-from keepstep.config.load import to_yaml
+from keepstep.config.load import to_yaml, without_asked_checkpoint
 from keepstep.config.schema import RunConfig
 from keepstep.controller.debugging import scratch
 from keepstep.controller.finishing import finish
@@ -254,6 +254,14 @@ class Session:
             self.events.emit("resumed", step=chosen.step, checkpoint=str(folder), plan=chosen.to_record())
         return chosen
 
+    def take_up_again(self) -> ResumePlan:
+        """Plan anew within the attempt, whose ranks were lost, and act on it."""
+        sweep_temporaries(self.run, self.attempt.check)
+        # One checkpoint is asked for at the beginning of a start, not for what follows from it.
+        self.config = without_asked_checkpoint(self.config)
+        self.start.plan = self._plan_again([])
+        return self._take_up()
+
     def _set_aside(self, rejections: Sequence[Rejection]) -> None:
         for rejection in rejections:
             self.events.emit(
@@ -307,7 +315,7 @@ class Session:
 
     def _plan_again(self, passed_over: Sequence[Rejection]) -> ResumePlan:
         start = self.start
-        return make_plan(self.config, self.run, start.remote, start.existing, start.total_steps, passed_over)
+        return make_plan(self.config, self.run, start.remote, self.record, start.total_steps, passed_over)
 
     def _classify(self, error: BaseException) -> KeepstepError:
         """Our error for whatever ended the attempt; a bug keeps its traceback in the log."""

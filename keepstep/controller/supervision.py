@@ -53,19 +53,21 @@ class Supervisor:
                 try:
                     results[reference] = ray.get(reference)
                 except (RayActorError, RayTaskError, GetTimeoutError) as error:
-                    raise self._diagnose(error, role_of, pending, what) from error
+                    raise self._diagnose(error, role_of, reference, pending, what) from error
         return [results[reference] for _, reference in calls]
 
     def _diagnose(
-        self, error: Exception, role_of: dict[Any, str], pending: list[Any], what: str
+        self, error: Exception, role_of: dict[Any, str], failed: Any, pending: list[Any], what: str
     ) -> errors.KeepstepError:
         """The cause of a failed call. A rank that lost its peer fails too: the peer's death is the cause to report."""
         dead = self._dead_roles(role_of, pending, patience_s=CAUSE_PATIENCE_S)
         if dead:
             # Not in the message, which is compared from attempt to attempt: it names processes and nodes.
             causes = " ".join(sorted(set(dead.values())))
-            return errors.WorkerDiedError(f"{what}: {', '.join(sorted(dead))} died.", f"Ray says: {causes}")
-        return classify(error, what)
+            message = f"{what}: {', '.join(sorted(dead))} died."
+            return errors.WorkerDiedError(message, f"Ray says: {causes}").of(dead)
+        found = classify(error, what)
+        return found.of([role_of[failed]]) if isinstance(found, errors.WorkerDiedError) else found
 
     def _dead_roles(self, role_of: dict[Any, str], pending: list[Any], patience_s: float) -> dict[str, str]:
         """Role to Ray's own word on its death."""

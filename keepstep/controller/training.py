@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from keepstep.checkpoint import layout
@@ -10,13 +12,14 @@ from keepstep.config.load import to_yaml
 from keepstep.controller import resume_probe
 from keepstep.controller.cluster import NUM_ENGINES, Cluster
 from keepstep.controller.groups import EngineGroup, RankGroup
+from keepstep.controller.recovery import Recovery
 from keepstep.controller.reporting import Reporter, logger
 from keepstep.controller.resuming import load_state
 from keepstep.controller.saver import SaveContext, Saver, Writers
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
 from keepstep.controller.writers import FullWriter, ShardWriters
-from keepstep.errors import ConfigError, DataError, NoRoomError, Preempted
+from keepstep.errors import ConfigError, DataError, NoRoomError, Preempted, WorkerDiedError
 from keepstep.preflight import node
 from keepstep.preflight.checks import FAIL
 from keepstep.preflight.device import resolve_device
@@ -28,7 +31,18 @@ from keepstep.run import write_json
 if TYPE_CHECKING:
     from keepstep.checkpoint.plan import ResumePlan
     from keepstep.controller.session import Session
-    from keepstep.controller.trainer import Parts
+    from keepstep.controller.trainer import Parts, Trainer
+
+
+@dataclass
+class Crew:
+    """The workers of an attempt, and how more of them are started."""
+
+    ranks: RankGroup
+    engines: EngineGroup
+    saver: Saver
+    start_ranks: Callable[[], list[Any]]
+    start_engine: Callable[[int], Any]
 
 
 def train(session: Session, chosen: ResumePlan) -> None:
@@ -52,14 +66,22 @@ def train(session: Session, chosen: ResumePlan) -> None:
                 check_nodes(session)
             session.leaving.take_signals()
             supervisor = Supervisor(session.leaving.check)
-            ranks, engines, saver = start_workers(session, chosen, cluster, supervisor, device)
+            crew = start_workers(session, chosen, cluster, supervisor, device)
+            saver = crew.saver
             exportable.result(timeout=session.config.timeouts.start_s)
             train_set, val_set, tokenizer = data.result(timeout=session.config.timeouts.start_s)
-        state = load_state(session, chosen, ranks, supervisor, len(train_set))
-        saver.context.num_rows = len(train_set)
+        num_rows = len(train_set)
+        state = load_state(session, chosen, crew.ranks, supervisor, num_rows)
+        saver.context.num_rows = num_rows
         reporter = Reporter(session.run, session.events, session.start.total_steps)
-        parts = build_parts(session, ranks, engines, saver, (train_set, val_set, tokenizer), reporter)
-        fit(session, parts, state)
+        parts = build_parts(session, crew, (train_set, val_set, tokenizer), reporter)
+
+        def load_again() -> TrainState:
+            return load_state(session, session.take_up_again(), crew.ranks, supervisor, num_rows)
+
+        recovery = Recovery(session, cluster, supervisor, crew.ranks, crew.start_engine, crew.start_ranks, load_again)
+        crew.engines.recovery = recovery
+        fit(session, parts, state, recovery)
         reporter.close()
     finally:
         if saver is not None:
@@ -82,18 +104,29 @@ def check_nodes(session: Session) -> None:
         raise ConfigError(f"{failed.node}: {failed.sentence}", failed.remedy)
 
 
-def fit(session: Session, parts: Parts, state: TrainState) -> None:
-    """The loop, then the saves that are owed; with `trainer.debug` one step and no save."""
+def fit(session: Session, parts: Parts, state: TrainState, recovery: Recovery) -> None:
+    """Train to the end, over the loss of ranks as often as they may be replaced."""
     from keepstep.controller.trainer import Trainer
 
     trainer = Trainer(session.config, parts, state, session.start.total_steps)
     session.leaving.training = True
+    while True:
+        try:
+            train_to_end(session, trainer, parts)
+            return
+        except WorkerDiedError as error:
+            trainer.state = recovery.replace_ranks(parts.saver, error)
+
+
+def train_to_end(session: Session, trainer: Trainer, parts: Parts) -> None:
+    """The loop, then the saves that are owed; with `trainer.debug` one step and no save."""
     trainer.sync_weights()
-    logger.info("engine: weight version %d", state.global_step)
+    logger.info("engine: weight version %d", trainer.state.global_step)
     if session.config.trainer.debug:
         trainer.step()
         return
     trainer.fit()
+    state = trainer.state
     if parts.saver.last_saved != state.global_step:
         trainer.save()
     parts.saver.wait()
@@ -107,9 +140,7 @@ def fit(session: Session, parts: Parts, state: TrainState) -> None:
         raise Preempted(f"Asked to leave: step {state.global_step} is saved and verified.", "The same command goes on.")
 
 
-def start_workers(
-    session: Session, chosen: ResumePlan, cluster: Cluster, supervisor: Supervisor, device: str
-) -> tuple[RankGroup, EngineGroup, Saver]:
+def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, supervisor: Supervisor, device: str) -> Crew:
     """Start all processes at once and record them; they import side by side."""
     from keepstep.actor.rank import RankSpec, rank_environment
 
@@ -117,7 +148,14 @@ def start_workers(
     model_dir = session.model_files(chosen.step)
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     max_model_len = config.data.max_prompt_length + config.data.max_response_length
-    engine_actors = [cluster.engine(index, model_dir, max_model_len) for index in range(NUM_ENGINES)]
+
+    def start_engine(index: int) -> Any:
+        return cluster.engine(index, model_dir, max_model_len)
+
+    def start_ranks() -> list[Any]:
+        return [cluster.rank(spec, rank_environment(device)) for spec in specs]
+
+    engines = EngineGroup([start_engine(index) for index in range(NUM_ENGINES)], supervisor, config.timeouts)
     specs = [
         RankSpec(
             rank=rank,
@@ -133,8 +171,7 @@ def start_workers(
         )
         for rank in range(config.world_size)
     ]
-    ranks = RankGroup([cluster.rank(spec, rank_environment(device)) for spec in specs], supervisor, config.timeouts)
-    engines = EngineGroup(engine_actors, supervisor, config.timeouts)
+    ranks = RankGroup(start_ranks(), supervisor, config.timeouts)
     ranks.wait_until_started()
     for rank, identity in enumerate(ranks.identities):
         cluster.record("rank", rank, identity)
@@ -143,7 +180,7 @@ def start_workers(
     for index, identity in enumerate(engines.identities()):
         cluster.record("engine", index, identity)
     cluster.record_services()
-    return ranks, engines, saver
+    return Crew(ranks, engines, saver, start_ranks, start_engine)
 
 
 def start_saver(
@@ -231,14 +268,7 @@ def load_data(session: Session, model_files: str) -> tuple[Any, Any, Any]:
     return train_set, val_set, tokenizer
 
 
-def build_parts(
-    session: Session,
-    ranks: RankGroup,
-    engines: EngineGroup,
-    saver: Saver,
-    data: tuple[Any, Any, Any],
-    reporter: Reporter,
-) -> Parts:
+def build_parts(session: Session, crew: Crew, data: tuple[Any, Any, Any], reporter: Reporter) -> Parts:
     from keepstep.controller.trainer import Parts
 
     train_set, val_set, tokenizer = data
@@ -246,12 +276,12 @@ def build_parts(
 
     def report(step: int, metrics: dict[str, float]) -> None:
         reporter(step, metrics)
-        saver.raise_if_failed()
+        crew.saver.raise_if_failed()
 
     return Parts(
-        ranks=ranks,
-        engines=engines,
-        saver=saver,
+        ranks=crew.ranks,
+        engines=crew.engines,
+        saver=crew.saver,
         train_set=train_set,
         val_set=val_set,
         reward=load_reward(reward.name, reward.path),

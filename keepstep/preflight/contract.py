@@ -101,6 +101,7 @@ FIELDS: dict[str, str] = {
     "s3": FREE,
     "resume": FREE,
     "retry": FREE,
+    "recovery": FREE,
     "timeouts": FREE,
     "ray": FREE,
     "code.keepstep": NOTE,

@@ -66,7 +66,7 @@ def preempted(lab: Lab) -> Path:
 
 def rank_killed(lab: Lab) -> Path:
     """kill -9 a rank."""
-    run = lab.driver("rank_killed", steps=200)
+    run = lab.driver("rank_killed", "recovery.in_place=false", steps=200)
     run.start()
     run.wait_for_verified(4, at.START_TIMEOUT_S)
     run.kill("rank", 1)
@@ -76,7 +76,7 @@ def rank_killed(lab: Lab) -> Path:
 
 def engine_killed(lab: Lab) -> Path:
     """kill -9 the engine; started again, the run reaches its end."""
-    run = lab.driver("engine_killed", steps=12)
+    run = lab.driver("engine_killed", "recovery.in_place=false", steps=12)
     run.start()
     run.wait_for_verified(4, at.START_TIMEOUT_S)
     run.kill("engine")

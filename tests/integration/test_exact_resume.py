@@ -53,7 +53,7 @@ def test_killed_run_ends_with_the_same_bytes(workspace: Path, reference: Driver)
     Every fifth step is saved and every tenth is an epoch's end, so checkpoints lie at, before and after those.
     Multiples of 20 are preferred: the start after the flow's death goes back from 30 to 20.
     """
-    hit = Driver(workspace / "hit", [*OVERRIDES, "resume.prefer_multiple=20"])
+    hit = Driver(workspace / "hit", [*OVERRIDES, "resume.prefer_multiple=20", "recovery.in_place=false"])
     hit.start()
     hit.wait_for_verified(5)
     hit.wait_for_step(7)

@@ -13,7 +13,11 @@ pytestmark = pytest.mark.integration
 SMALL_BATCH = [
     "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2",
 ]  # fmt: skip
-QUICK = [*SMALL_BATCH, "trainer.test_freq=-1", "s3.embedded=false", "retry.max_retries=8", "retry.delays_s=[0.2]"]
+QUICK = [
+    *SMALL_BATCH, "trainer.test_freq=-1", "s3.embedded=false", "retry.max_retries=8", "retry.delays_s=[0.2]",
+    # What is tried here is the choice of a new attempt.
+    "recovery.in_place=false",
+]  # fmt: skip
 
 
 def resumed(driver: Driver) -> dict[int, Event]:
