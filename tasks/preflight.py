@@ -19,7 +19,8 @@ def preflight(config: RunConfig) -> tuple[int, ResumePlan]:
     An attempt makes those that stop it once more itself, since each attempt changes what there is; the nodes of a
     cluster are asked by the attempt, which is on it.
     """
-    checks, found = examine(config)
+    elsewhere = (lambda _: []) if config.ray.address else None
+    checks, found = examine(config, on_nodes=elsewhere)
     for check in checks:
         if check.status in (WARN, FAIL):
             get_run_logger().warning("%s: %s", check.id, check.sentence)

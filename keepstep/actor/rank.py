@@ -71,19 +71,28 @@ class Rank:
             torch.use_deterministic_algorithms(True, warn_only=True)
         seed_everything(spec.seed + spec.rank)
         self.host_buffer = HostBuffer(pinned=spec.device == "cuda")
+        self.store: dist.TCPStore | None = None
+
+    def listen(self, host: str) -> int:
+        """Open the meeting place of the process group on a free port of this host, by rank 0; the port."""
+        self.store = dist.TCPStore(host, 0, self.spec.world_size, is_master=True, wait_for_workers=False)
+        return int(self.store.port)
 
     def connect(self, host: str, port: int) -> None:
         """Join the process group at host:port and build the sharded models without weights."""
         spec = self.spec
+        timeout = datetime.timedelta(seconds=spec.collective_timeout_s)
+        # Rank 0 listens already where it was asked to: a port that is only looked up may be taken before it is used.
+        store = self.store or dist.TCPStore(host, port, spec.world_size, is_master=spec.rank == 0, timeout=timeout)
         if spec.device == "cuda":
             torch.cuda.set_device(0)
         # The backends' own time-outs are half an hour: a hung rank would be noticed far too late.
         dist.init_process_group(
             "nccl" if spec.device == "cuda" else "gloo",
-            init_method=f"tcp://{host}:{port}",
+            store=store,
             rank=spec.rank,
             world_size=spec.world_size,
-            timeout=datetime.timedelta(seconds=spec.collective_timeout_s),
+            timeout=timeout,
         )
         self.model = self._build()
         self.reference = self._build().requires_grad_(False).eval() if spec.actor.use_kl_loss else None

@@ -111,7 +111,9 @@ def plan(
     for candidate, reason in ordered:
         verdict = _verify(run, candidate, remote, expected_run_id)
         repairable = candidate.source == "local" and only_damaged(verdict, f"{layout.REF_DIR}/")
-        rebuildable = without_scheduler and candidate.source == "local" and only_damaged(verdict, layout.SCHEDULER)
+        # The last step has nothing left to train, so nothing would be saved with a scheduler again.
+        may_rebuild = without_scheduler and candidate.source == "local" and candidate.step != final_step
+        rebuildable = may_rebuild and only_damaged(verdict, f"{layout.SCHEDULER}: ")
         usable[candidate] = verdict.resumable or repairable or rebuildable
         if not usable[candidate]:
             reasons = "; ".join(verdict.reasons) or verdict.state
@@ -160,7 +162,7 @@ def find_stuck(events: list[Event], prefer_multiple: int) -> int | None:
 
 def _scheduler_hint(rejections: list[Rejection]) -> str:
     """The way out where a scheduler is all that is missing."""
-    lost = [rejection.step for rejection in rejections if rejection.reason.startswith(layout.SCHEDULER)]
+    lost = [rejection.step for rejection in rejections if rejection.reason.startswith(f"{layout.SCHEDULER}: ")]
     if not lost:
         return ""
     return f" Of step {lost[0]} the scheduler is lost: resume.allow=[scheduler] rebuilds it at the global step."

@@ -60,14 +60,8 @@ def overrides(args: argparse.Namespace, rest: list[str]) -> list[str]:
     given = [(key, getattr(args, _destination(flag))) for flag, (key, _, _) in CONFIG_FLAGS.items()]
     found = [f"{key}={value}" for key, value in given if value is not None]
     found += (["trainer.debug=true"] if args.debug else []) + rest
-    return found + ([_allow("mismatched_sizes", rest)] if args.ignore_mismatched_sizes else [])
-
-
-def _allow(name: str, settings: list[str]) -> str:
-    """`resume.allow` with one more name than the settings give it."""
-    given = [setting.partition("=")[2] for setting in settings if setting.lstrip("-+").startswith("resume.allow=")]
-    names = [part.strip(" '\"") for part in given[-1].strip("[] ").split(",")] if given else []
-    return f"resume.allow=[{','.join([*filter(None, names), name])}]"
+    # Added to what a file or a setting allows, not in place of it.
+    return found + (["resume.allow+=mismatched_sizes"] if args.ignore_mismatched_sizes else [])
 
 
 def build_parser() -> argparse.ArgumentParser:

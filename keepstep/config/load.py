@@ -22,7 +22,7 @@ DEFAULT = "quickstart"
 _PACKAGE = Path(__file__).resolve().parent
 # A checkout has the files beside the package, a wheel inside it.
 _FOLDERS = (_PACKAGE.parents[1] / "configs", _PACKAGE / "files")
-_OVERRIDE = re.compile(r"(?:--|\+{0,2})([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"(?:--|\+{0,2})([A-Za-z_][\w.]*)(\+?)=(.*)", re.DOTALL)
 
 
 def load(config: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -30,7 +30,8 @@ def load(config: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         config: path of a YAML file or name of a packaged one; None is the quickstart.
-        overrides: `a.b.c=value`, also written `--a.b.c=value` or `+a.b.c=value`; values are YAML, later ones win.
+        overrides: `a.b.c=value`, also written `--a.b.c=value` or `+a.b.c=value`; values are YAML, later ones win;
+            `a.b.c+=value` adds to a list.
 
     Raises:
         ConfigError: no such file, not YAML, unknown keys (each with the nearest known one), or values of a wrong kind.
@@ -38,8 +39,8 @@ def load(config: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     path = find(config or DEFAULT)
     given = _flatten(_read(path), str(path))
     for override in overrides:
-        key, value = _parse_override(override)
-        given[key] = value
+        key, value, adds = _parse_override(override)
+        given[key] = [*given.get(key, []), value] if adds else value
     _refuse_unknown(given)
     try:
         return RunConfig.model_validate(_nest(given))
@@ -61,7 +62,7 @@ def find(name: str) -> Path:
 
 def to_dotted(config: RunConfig) -> list[str]:
     """Every setting as `key=value`, in the schema's order; each line is a valid override."""
-    return [f"{key}={_text(value)}" for key, value in _leaves(config.model_dump(mode="json"))]
+    return [f"{key}={_text(value)}" for key, value in leaves(config.model_dump(mode="json"))]
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -71,7 +72,7 @@ def to_yaml(config: RunConfig) -> str:
 
 def given_keys(config: RunConfig) -> frozenset[str]:
     """Dotted keys of the settings that were stated, in a file or on the command line; the others are defaults."""
-    return frozenset(key for key, _ in _leaves(config.model_dump(mode="json", exclude_unset=True)))
+    return frozenset(key for key, _ in leaves(config.model_dump(mode="json", exclude_unset=True)))
 
 
 def without_asked_checkpoint(config: RunConfig) -> RunConfig:
@@ -180,11 +181,12 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _parse_override(text: str) -> tuple[str, Any]:
+def _parse_override(text: str) -> tuple[str, Any, bool]:
+    """(key, value, whether the value is added to a list)."""
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         raise ConfigError(f"{text}: not understood.", "Write settings as key=value, e.g. trainer.save_freq=10.")
-    key, raw = match.groups()
+    key, adds, raw = match.groups()
     try:
         value = yaml.safe_load(raw)
     except (yaml.YAMLError, ValueError):
@@ -196,7 +198,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
         value = raw
     scalar = not isinstance(value, (str, list, dict, types.NoneType))
     # `trainer.experiment_name=2024` means the text, although YAML reads a number.
-    return key, raw if scalar and str in _types(_known().get(key)) else value
+    return key, raw if scalar and str in _types(_known().get(key)) else value, bool(adds)
 
 
 def _refuse_unknown(given: dict[str, Any]) -> None:
@@ -259,6 +261,19 @@ def _key_of(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location)
 
 
+def defaults() -> dict[str, Any]:
+    """Dotted key to default of every setting that has one."""
+    return dict(_defaults(RunConfig, ""))
+
+
+def _defaults(section: type[Section] | type[Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _defaults(field.annotation, f"{prefix}{name}.")
+        elif not field.is_required():
+            yield f"{prefix}{name}", list(field.default) if isinstance(field.default, tuple) else field.default
+
+
 def settings() -> list[str]:
     """The dotted keys of all settings, in the schema's order."""
     return list(_known())
@@ -315,10 +330,11 @@ def _nest(flat: dict[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every leaf of nested dictionaries."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

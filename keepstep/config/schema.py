@@ -245,7 +245,7 @@ class ResumeConfig(Section):
     allow: list[str] = []
     """Contract fields whose change is accepted for this start; the waiver is written into the run. Also `scheduler`
     (rebuild a lost one at the global step), `mismatched_sizes` (`trainer.init_from` leaves out tensors of other shapes)
-    and `exactness` (a replayed step may differ)."""
+    `probe` (a loaded policy may give other log-probs) and `exactness` (a replayed step may differ)."""
 
 
 class RetryConfig(Section):

@@ -189,9 +189,23 @@ def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Eve
     return last or _lost(f"Ray job {job} ended as {status}", tail)
 
 
-def job_output(config: RunConfig, entrypoint: str, environment: dict[str, str]) -> list[str]:
-    """Every line that a short job on the cluster of `ray.address` printed, once it has ended."""
-    return list(_job_lines(*_submit_job(config, entrypoint, environment)))
+def job_output(config: RunConfig, entrypoint: str, environment: dict[str, str], timeout_s: float) -> list[str]:
+    """Every line that a short job on the cluster of `ray.address` printed, once it has ended.
+
+    Raises:
+        NoProgressError: it did not end within `timeout_s`; it is stopped.
+    """
+    client, job = _submit_job(config, entrypoint, environment)
+    deadline = time.monotonic() + timeout_s
+    while not client.get_job_status(job).is_terminal():
+        if time.monotonic() > deadline:
+            client.stop_job(job)
+            raise errors.NoProgressError(
+                f"A job on {config.ray.address} did not end within {timeout_s:.0f} s.",
+                "See whether its cluster is full.",
+            )
+        time.sleep(JOB_POLL_S)
+    return list(_job_lines(client, job))
 
 
 def _submit_job(config: RunConfig, entrypoint: str, environment: dict[str, str]) -> tuple[Any, str]:

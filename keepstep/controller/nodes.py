@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from keepstep.config.schema import RunConfig
@@ -31,7 +32,9 @@ def on_each_node(asked: Request) -> list[Check]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes = [entry for entry in ray.nodes() if entry["Alive"]]
+    # Of a job on GPUs only the nodes that have one are asked: the others hold none of its workers.
+    wanted = "GPU" if asked.device == "cuda" else "CPU"
+    nodes = [entry for entry in ray.nodes() if entry["Alive"] and entry["Resources"].get(wanted)]
     token = f".preflight-{uuid.uuid4().hex}"
     shared = Path(asked.folder) / token
     try:
@@ -42,12 +45,21 @@ def on_each_node(asked: Request) -> list[Check]:
         for entry in nodes:
             pinned = NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False)
             task = ray.remote(_answers).options(num_cpus=0, max_retries=0, scheduling_strategy=pinned)
-            calls[task.remote(asked, time.time() if len(nodes) > 1 else 0.0)] = entry["NodeManagerHostname"]
+            calls[task.remote(asked)] = entry["NodeManagerHostname"]
+        begin = time.time()
         _, late = ray.wait(list(calls), num_returns=len(calls), timeout=TIMEOUT_S)
         if late:
             names = ", ".join(sorted(calls[call] for call in late))
             raise NoProgressError(f"No answer to the checks from {names} within {TIMEOUT_S:.0f} s.", "Look at them.")
-        return [Check(**answer) for call in calls for answer in ray.get(call, timeout=TIMEOUT_S)]
+        end = time.time()
+        found = []
+        for call, name in calls.items():
+            said, answers = ray.get(call, timeout=TIMEOUT_S)
+            clock = node.answer_of(
+                "clock", partial(node.judge_clock, begin, said, end, "the asking node", asked.max_skew_s)
+            )
+            found += [Check(**answer) for answer in [*answers, clock | {"node": name}]]
+        return found
     finally:
         shared.unlink(missing_ok=True)
 
@@ -57,7 +69,7 @@ def ask_cluster(config: RunConfig) -> Callable[[Request], list[Check]]:
 
     def ask(asked: Request) -> list[Check]:
         environment = {REQUEST_VARIABLE: json.dumps(asdict(asked))}
-        lines = job_output(config, "python -m keepstep.controller.nodes", environment)
+        lines = job_output(config, "python -m keepstep.controller.nodes", environment, 2 * TIMEOUT_S)
         answer = next((line for line in lines if line.startswith(ANSWER_PREFIX)), None)
         if answer is None:
             raise NoProgressError(
@@ -69,8 +81,9 @@ def ask_cluster(config: RunConfig) -> Callable[[Request], list[Check]]:
     return ask
 
 
-def _answers(asked: Request, asked_at: float) -> list[node.Answer]:
-    return node.answers(replace(asked, asked_at=asked_at))
+def _answers(asked: Request) -> tuple[float, list[node.Answer]]:
+    """(this node's time, its answers)."""
+    return time.time(), node.answers(asked)
 
 
 def main() -> None:

@@ -11,14 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from keepstep.errors import ProbeError
+from keepstep.waivers import PROBE
 
 NUM_PROMPTS = 4
 MAX_TOKENS = 256
 TOLERANCES = {"fp32": 1e-3, "bf16": 0.1}
 """Nats per token. On the same hardware the difference is 0; these leave room for other kernels."""
-WAIVER = "probe"
 
 Record = dict[str, Any]
+
+
+def tolerance(precision: str) -> float:
+    """Largest accepted difference in nats a token."""
+    return TOLERANCES[precision]
 
 
 def choose_prompts(prompts: Sequence[list[int]]) -> list[list[int]]:
@@ -45,12 +50,12 @@ def check(then: Record, now: list[list[float]], *, precision: str, where: str) -
     Raises:
         ProbeError: it is above the precision's tolerance.
     """
-    gap, tolerance = largest_gap(then["log_probs"], now), TOLERANCES[precision]
-    if not gap <= tolerance:
+    gap, most = largest_gap(then["log_probs"], now), tolerance(precision)
+    if not gap <= most:
         raise ProbeError(
             f"The policy loaded from {where} is not the one that was saved: log-probs of its probe prompts differ by "
-            f"up to {gap:.3g} nats a token, tolerance {tolerance:g} ({precision}).",
+            f"up to {gap:.3g} nats a token, tolerance {most:g} ({precision}).",
             "The bytes are as they were saved, so the model's code, options or libraries are not: compare "
-            f"`keepstep preflight` with the first start. resume.allow=[{WAIVER}] goes on with it all the same.",
+            f"`keepstep preflight` with the first start. resume.allow=[{PROBE}] goes on with it all the same.",
         )
     return gap

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from keepstep import waivers
 from keepstep.checkpoint import layout
 from keepstep.controller import resume_probe, statement
 from keepstep.controller.groups import RankGroup
@@ -12,7 +13,6 @@ from keepstep.controller.staging import staged
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
 from keepstep.errors import CheckpointError
-from keepstep.preflight.contract import MISMATCHED_SIZES
 from keepstep.preflight.device import resolve_device
 from keepstep.run import read_json
 
@@ -32,9 +32,10 @@ def load_state(
     """
     if chosen.step is None:
         return begin_state(session, ranks)
-    # With trainer.debug the run's folder holds a link.
-    folder = session.run.checkpoint(chosen.step).resolve()
-    config = session.config
+    folder, config = session.run.checkpoint(chosen.step), session.config
+    if config.trainer.debug:
+        # There it is a link into the run.
+        folder = folder.resolve()
     # What is lost cannot be staged.
     stage_dir = None if chosen.rebuild_scheduler else config.resume.stage_dir
     run_id, timeout_s = session.record["run_id"], config.timeouts.start_s
@@ -65,6 +66,10 @@ def load_state(
         has_cuda=resolve_device(config.trainer.device) == "cuda",
         probe_gap=probe_gap(session, record, ranks, str(folder)),
     )
+    tolerance = resume_probe.tolerance(config.actor_rollout_ref.actor.fsdp_config.model_dtype)
+    used = [waivers.SCHEDULER] if chosen.rebuild_scheduler else []
+    used += [waivers.PROBE] if facts.probe_gap is not None and not facts.probe_gap <= tolerance else []
+    session.write_waivers(*used)
     say_start(session, facts, chosen)
     return state
 
@@ -74,11 +79,12 @@ def begin_state(session: Session, ranks: RankGroup) -> TrainState:
     ranks.load_initial(session.model_files(None))
     source = session.start.init_from
     if source is not None:
-        left = ranks.load_weights(str(source), MISMATCHED_SIZES in session.config.resume.allow)
+        left = ranks.load_weights(str(source), waivers.MISMATCHED_SIZES in session.config.resume.allow)
         logger.info("weights of %s; optimizer, schedule, data and counters begin anew", source)
         for name in left:
             logger.warning("%s of the checkpoint does not fit and is left out: the model's own stays", name)
         session.events.emit("initialised", source=str(source), left_out=left)
+        session.write_waivers(*([waivers.MISMATCHED_SIZES] if left else []))
     lr = ranks.learning_rate()
     logger.info("starting at step 0 of %s, learning rate %g", f"{session.start.total_steps:,}", lr)
     return TrainState()
@@ -94,7 +100,7 @@ def probe_gap(session: Session, record: dict[str, Any], ranks: RankGroup, where:
     if stored is None:
         return None
     now = ranks.probe(stored["prompts"])
-    if resume_probe.WAIVER in session.config.resume.allow:
+    if waivers.PROBE in session.config.resume.allow:
         return resume_probe.largest_gap(stored["log_probs"], now)
     precision = session.config.actor_rollout_ref.actor.fsdp_config.model_dtype
     return resume_probe.check(stored, now, precision=precision, where=where)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import keepstep
-from keepstep import reaper
+from keepstep import reaper, waivers
 from keepstep.attempts import MARK_VARIABLE, Attempt, end_attempt, mark
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.digest import FileDigest
@@ -44,7 +44,6 @@ from keepstep.errors import (
 )
 from keepstep.events.log import EventLog, Listener, utc_now
 from keepstep.platform import servers
-from keepstep.preflight.contract import EXACTNESS, MISMATCHED_SIZES, SCHEDULER
 from keepstep.preflight.model import model_folder
 from keepstep.preflight.start import Start, make_plan, prepare
 from keepstep.processes import ProcessRef
@@ -126,6 +125,7 @@ class Session:
         self.reaper = reaper.start(attempt)
         # After the reaper, which outlives the attempt by a moment: everything else that it starts carries its mark.
         os.environ[MARK_VARIABLE] = mark(start.run, attempt.number)
+        self.waivers_written = False
         self.record = self._write_record()
         open_log(self.run, attempt.number)
         self.events = EventLog(self.run.events, attempt.number)
@@ -150,6 +150,7 @@ class Session:
             self._tell(failure, outcome)
             raise failure from error
         finally:
+            os.environ.pop(MARK_VARIABLE, None)
             self._end_processes()
             self.attempt.close(outcome)
             self.events.close()
@@ -172,6 +173,7 @@ class Session:
             from keepstep.controller.training import train
 
             train(self, chosen)
+        self.write_waivers()
         return finish(self)
 
     def model_files(self, resumed_step: int | None) -> str:
@@ -187,11 +189,33 @@ class Session:
         A longer run with a constant learning rate takes the same steps, and a scheduler that is a function of the step
         is rebuilt as it was: those waivers promise no other bytes.
         """
-        waived = {field for waiver in self.record["waivers"] for field in waiver["fields"]}
-        return bool(waived - {"trainer.total_training_steps", SCHEDULER, MISMATCHED_SIZES})
+        recorded = {field for waiver in self.record["waivers"] for field in waiver["fields"]}
+        return waivers.gives_up_exactness(recorded | set(self._accepted()))
+
+    def write_waivers(self, *used: str) -> None:
+        """Put what this start has accepted into the record, once it has come so far that it counts.
+
+        Args:
+            used: names beside the contract's fields that took effect.
+        """
+        fields = [*self._accepted(), *used]
+        if not fields or self.waivers_written:
+            return
+        self.waivers_written = True
+        self.record["waivers"] = [
+            *self.record.get("waivers", []), {"time": utc_now(), "attempt": self.attempt.number, "fields": fields}
+        ]  # fmt: skip
+        self.record["contract"] |= {drift.field: drift.now for drift in self.start.waived}
+        self.attempt.check()
+        write_json(self.run.record, self.record)
+
+    def _accepted(self) -> list[str]:
+        """Changed fields, and `exactness`, of which nobody can know beforehand whether it will be needed."""
+        exactness = [name for name in self.config.resume.allow if name == waivers.EXACTNESS]
+        return [drift.field for drift in self.start.waived] + exactness
 
     def _write_record(self) -> Record:
-        """run.json and config.yaml at the first start; brought back from the store for a lost folder; waivers added."""
+        """run.json and config.yaml at the first start; brought back from the store for a lost folder."""
         record = self.start.existing
         if record is None:
             record = {
@@ -204,18 +228,10 @@ class Session:
                 "dataset": self.start.dataset,
                 "waivers": [],
             }
-        standing = (EXACTNESS, SCHEDULER, MISMATCHED_SIZES)
-        waived = [drift.field for drift in self.start.waived] + [f for f in self.config.resume.allow if f in standing]
-        if waived:
-            record["waivers"] = [
-                *record.get("waivers", []),
-                {"time": utc_now(), "attempt": self.attempt.number, "fields": waived},
-            ]
-            record["contract"] |= {drift.field: drift.now for drift in self.start.waived}
         self.attempt.check()
         if not self.run.config.exists():
             write_atomic(self.run.config, to_yaml(self.config).encode())
-        if waived or not self.run.has_record():
+        if not self.run.has_record():
             write_json(self.run.record, record)
         return record
 
@@ -247,8 +263,9 @@ class Session:
         for sentence in chosen.describe():
             logger.info(sentence)
         if chosen.step is not None:
-            self.events.emit("checkpoint_verified", step=chosen.step)
-            if not self.run.latest_link.exists():
+            if not chosen.rebuild_scheduler:
+                self.events.emit("checkpoint_verified", step=chosen.step)
+            if not self.run.latest_link.exists() and not chosen.rebuild_scheduler:
                 point(self.run.latest_link, self.run, chosen.step, self.attempt.check)
             folder = self.run.checkpoint(chosen.step)
             self.events.emit("resumed", step=chosen.step, checkpoint=str(folder), plan=chosen.to_record())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,8 @@ class Facts:
             "optimizer_step": self.optimizer_step,
             "num_without_moments": self.num_without_moments,
             "streams_restored": self.streams_restored,
-            "probe_gap": self.probe_gap,
+            # JSON has no infinity.
+            "probe_gap": self.probe_gap if self.probe_gap is None or math.isfinite(self.probe_gap) else "inf",
         }
 
 

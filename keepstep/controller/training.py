@@ -90,7 +90,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
 
 
 def check_nodes(session: Session) -> None:
-    """Ports, GPU memory, the shared folder and the clock on every node of a cluster, before a rank starts.
+    """The shared folder and the clock on every node of a cluster, before a rank starts; ports and memory are told.
 
     Raises:
         ConfigError: what a node says, with its name.
@@ -99,9 +99,12 @@ def check_nodes(session: Session) -> None:
 
     checks = on_each_node(node.request(session.config, session.run))
     session.events.emit("nodes_checked", checks=[check.to_record() for check in checks])
-    failed = next((check for check in checks if check.status == FAIL), None)
-    if failed is not None:
-        raise ConfigError(f"{failed.node}: {failed.sentence}", failed.remedy)
+    for check in checks:
+        if check.status == FAIL and check.id in ("shared_folder", "clock"):
+            raise ConfigError(f"{check.node}: {check.sentence}", check.remedy)
+        if check.status == FAIL:
+            # Perhaps what a killed attempt left there is still dying, or no worker of ours will stand there.
+            logger.warning("%s: %s", check.node, check.sentence)
 
 
 def fit(session: Session, parts: Parts, state: TrainState, recovery: Recovery) -> None:

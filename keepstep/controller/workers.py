@@ -41,6 +41,12 @@ class RankWorker(Worker):
 
         self._rank = Rank(spec)
 
+    def rendezvous(self) -> tuple[str, int]:
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        return host, self._rank.listen(host)
+
     def connect(self, host: str, port: int) -> None:
         self._rank.connect(host, port)
 

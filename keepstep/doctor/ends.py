@@ -79,7 +79,10 @@ def out_of_memory(evidence: Evidence) -> list[Finding]:
 
 
 def node_lost(evidence: Evidence) -> list[Finding]:
-    hits = failed(evidence, lambda a: a.failure_class in OUTSIDE and bool(_NODE.search(a.message)))
+    hits = failed(
+        evidence,
+        lambda a: a.failure_class in OUTSIDE and bool(_NODE.search(f"{a.message} {a.outcome.get('remedy', '')}")),
+    )
     return explain(
         evidence,
         "node_lost",

@@ -13,6 +13,7 @@ from statistics import median
 
 from keepstep.doctor.evidence import Evidence, Quote, Row
 from keepstep.doctor.finding import PROBLEM, Finding
+from keepstep.waivers import gives_up_exactness
 
 LR, KL, GRAD_NORM = "actor/lr", "actor/kl_loss", "actor/grad_norm"
 REWARD, LENGTH, GAP = "critic/rewards/mean", "response_length/mean", "rollout/logprob_gap_max"
@@ -119,7 +120,7 @@ def _may_differ(evidence: Evidence) -> bool:
     if not isinstance(waivers, list):
         return False
     fields = [w["fields"] for w in waivers if isinstance(w, dict) and isinstance(w.get("fields"), list)]
-    return any(name != "trainer.total_training_steps" for names in fields for name in names)
+    return gives_up_exactness(str(name) for names in fields for name in names)
 
 
 def _differs(one: float | None, other: float | None) -> bool:

@@ -9,6 +9,7 @@ from shlex import quote as shell
 from keepstep.doctor.ends import SAME_COMMAND
 from keepstep.doctor.evidence import Evidence, Quote, Row
 from keepstep.doctor.finding import NOTE, PROBLEM, Finding
+from keepstep.waivers import gives_up_exactness
 
 IDENTICAL, EQUAL = "rollout/identical_groups", "critic/rewards/zero_std_groups"
 TEMPERATURE = "actor_rollout_ref.rollout.temperature"
@@ -264,12 +265,12 @@ def waived(evidence: Evidence) -> list[Finding]:
     fields = [str(field) for fields in lists if isinstance(fields, list) for field in fields]
     if not fields:
         return []
+    lost = " Exact bytes are promised no more." if gives_up_exactness(fields) else ""
     return [
         Finding(
             "waived",
             NOTE,
-            f"Settings were changed knowingly (resume.allow): {', '.join(sorted(set(fields)))}. Exact bytes are "
-            "promised no more.",
+            f"Accepted knowingly (resume.allow): {', '.join(sorted(set(fields)))}.{lost}",
             tuple(quote for quote in (evidence.record.quote('"waivers":'),) if quote),
             "Nothing to do.",
         )

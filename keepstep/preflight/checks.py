@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.attempts import claim, leftovers
-from keepstep.config.load import load
+from keepstep.config.load import leaves, load
 from keepstep.config.schema import RunConfig
 from keepstep.errors import (
     EXIT_DONE,
@@ -32,12 +33,12 @@ from keepstep.errors import (
     ConfigError,
     HeldError,
     KeepstepError,
-    NoProgressError,
     RewardError,
     StorageError,
+    StorageRefusedError,
 )
 from keepstep.preflight import contract, node
-from keepstep.preflight.foreign_log import flatten, settings_in
+from keepstep.preflight.foreign_log import settings_in
 from keepstep.preflight.model import model_folder
 from keepstep.preflight.start import STEPS, Start, Step
 from keepstep.processes import terminate
@@ -93,12 +94,12 @@ def examine(
         log: a log of the run, which may be verl's.
     """
     start = Start(config, RunDir.at(config.trainer.output_dir))
-    told = Step("told", lambda found: _told(found, log), ("dataset",) if log else ())
+    told = Step("told", lambda found: _told(found, log))
     checks: list[Check] = []
     try:
         for step in [*STEPS, told, *LOOKS, *(HEAVY if heavy else ())]:
             checks += _make(step, start, {check.id for check in checks if check.status in (FAIL, SKIPPED)})
-        checks += (on_nodes or _here)(node.request(config, start.run))
+        checks += _ask_nodes(on_nodes or _here, config, start.run)
     finally:
         if start.remote is not None:
             start.remote.close()
@@ -114,13 +115,24 @@ def refusal(checks: list[Check]) -> KeepstepError | None:
     passing = {"port", "gpu_memory"} if left else set()
     for check in checks:
         if check.status == FAIL and check.id not in passing:
-            return check.error or ConfigError(check.sentence, check.remedy)
+            error = check.error or ConfigError(check.sentence, check.remedy)
+            error.exit_code = check.exit_code or error.exit_code
+            return error
     return None
 
 
 def exit_code(checks: list[Check]) -> int:
-    """That of the first check that failed. Pure."""
-    return next((check.exit_code for check in checks if check.status == FAIL), EXIT_DONE)
+    """0 where a start would go through, else that of what it would be refused for. Pure."""
+    error = refusal(checks)
+    return EXIT_DONE if error is None else error.exit_code
+
+
+def _ask_nodes(on_nodes: OnNodes, config: RunConfig, run: RunDir) -> list[Check]:
+    """The answers of the nodes; a cluster that cannot be asked is one more check that fails."""
+    try:
+        return on_nodes(node.request(config, run))
+    except KeepstepError as error:
+        return [Check("nodes", FAIL, error.message, error.remedy, error.exit_code, error=error)]
 
 
 def _make(step: Step, start: Start, failed: set[str]) -> list[Check]:
@@ -138,8 +150,9 @@ def _make(step: Step, start: Start, failed: set[str]) -> list[Check]:
     except KeepstepError as error:
         check = Check(step.id, FAIL, error.message, error.remedy, error.exit_code, error=error)
     except Exception as error:
-        # Our own bug in one check must not hide the others.
-        check = Check(step.id, FAIL, f"the check itself failed: {type(error).__name__}: {error}", "", EXIT_FAILED)
+        # Our own bug in one check must not hide the others, and one that only looks must not refuse a start.
+        status = FAIL if step in STEPS else WARN
+        check = Check(step.id, status, f"the check itself failed: {type(error).__name__}: {error}", "", EXIT_FAILED)
     return [check, *(Check(step.id, WARN, warning) for warning in start.warnings[known:])]
 
 
@@ -153,16 +166,18 @@ def _told(start: Start, log: str | None) -> str:
     if log is None and (start.existing is not None or not start.run.config.is_file()):
         raise SkipError("the contract is compared" if start.existing else "a first start: nothing tells of another")
     source = Path(log) if log else start.run.config
+    # A first start that was killed before its record leaves its config.yaml, which binds nobody.
     if not source.is_file():
         raise ConfigError(f"--log: {log} is not a file.", "Give a log of the run.")
     then = settings_in(source.read_text(errors="replace")) if log else load(str(source)).model_dump(mode="json")
-    then = then if log else dict(flatten(then))
-    now = dict(flatten(config.model_dump(mode="json")))
+    then = then if log else dict(leaves(then))
+    now = dict(leaves(config.model_dump(mode="json")))
     drifts = contract.compare(then, {key: now[key] for key in then if key in now}, contract.stated(config))
     compared = sum(key in now and contract.class_of(key) != contract.FREE for key in then)
     if not compared:
         raise ConfigError(f"{source} tells of no setting.", "It needs Keepstep's `key=value` lines, or verl's config.")
-    contract.enforce(drifts, config.resume.allow, f"The run of {source}")
+    if log:
+        contract.enforce(drifts, config.resume.allow, f"The run of {source}")
     if drifts:
         raise WarnError("\n".join([f"{source} tells of other settings:", *contract.table(drifts)]))
     return f"{compared} settings are as {source} tells"
@@ -179,6 +194,9 @@ def _lease(start: Start) -> str:
 
 
 def _processes(start: Start) -> str:
+    numbers = start.run.attempt_numbers()
+    if not claim(start.run, max(numbers, default=0), start.config.retry.lease_timeout_s).open:
+        raise SkipError("the run is being trained: its processes are no leftovers")
     left = leftovers(start.run)
     if not left:
         return "no earlier attempt left a process"
@@ -193,15 +211,21 @@ def _store_writes(start: Start) -> str:
     if not start.config.s3_enabled:
         raise SkipError("no store is configured")
     if start.remote is None:
-        raise StorageError("The store does not answer.", "See the check `store`.")
+        raise SkipError("the store does not answer: local checkpoints are enough to go on from")
     store, key = start.remote.store, f"preflight/{uuid.uuid4().hex}"
     content = b"keepstep preflight"
     try:
         store.put_bytes(key, content, if_absent=True)
         again = store.put_bytes(key, content, if_absent=True)
         read = store.get_bytes(key)
+    except StorageRefusedError:
+        raise
+    except StorageError as error:
+        # It may pass, and a run goes on without its store for a while.
+        raise WarnError(error.message, error.remedy) from None
     finally:
-        store.delete(key)
+        with contextlib.suppress(StorageError):
+            store.delete(key)
     if again:
         raise ConfigError(
             f"{store.where} does not honour conditional writes (If-None-Match): it took a second object under one key.",
@@ -215,7 +239,7 @@ def _store_writes(start: Start) -> str:
 def _reward_sample(start: Start) -> str:
     config = start.config
     request = {
-        "file": start.train_files[0],
+        "file": next(entry["path"] for entry in start.dataset["files"] if entry["rows"]),
         "reward": config.custom_reward_function.model_dump(),
         "reward_fn_key": config.data.reward_fn_key,
     }
@@ -244,7 +268,7 @@ def _ask(module: str, request: dict[str, Any], timeout_s: float, what: str) -> d
         )
     except subprocess.TimeoutExpired:
         message = f"{what} did not answer within {timeout_s:.0f} s."
-        raise NoProgressError(message, "See whether it waits for something.") from None
+        raise WarnError(message, "See whether it waits for something: while training there is no such limit.") from None
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
@@ -265,12 +289,14 @@ HEAVY: tuple[Step, ...] = (
 
 
 def clean(run: RunDir, lease_timeout_s: float) -> list[str]:
-    """End what earlier attempts left, each with its process group; what was ended, for a person.
+    """End what earlier attempts left, with all that they started; what was ended, for a person.
 
     Raises:
         HeldError: somebody trains this run.
     """
-    verdict = claim(run, max(run.attempt_numbers(), default=0), lease_timeout_s)
+    # One listing for both: an attempt that begins in between is nobody's leftover.
+    newest = max(run.attempt_numbers(), default=0)
+    verdict = claim(run, newest, lease_timeout_s)
     if not verdict.open:
         raise HeldError(f"{run.root} is held: {verdict.reason}.", "Nothing was ended.")
-    return [f"{ref.role} {ref.pid}" for ref in terminate(leftovers(run))]
+    return [f"{ref.role} {ref.pid}" for ref in terminate(leftovers(run, before=newest + 1))]

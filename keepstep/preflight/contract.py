@@ -17,19 +17,12 @@ from typing import Any
 
 import keepstep
 from keepstep.checkpoint.layout import LAYOUT_VERSION
-from keepstep.config.load import given_keys
+from keepstep.config.load import defaults, given_keys
 from keepstep.config.schema import RunConfig
 from keepstep.errors import ContractError
 from keepstep.preflight.device import resolve_device
 
 FATAL, CONFIRM, NOTE, FREE = "fatal", "confirm", "note", "free"
-EXACTNESS = "exactness"
-"""Name in `resume.allow` that waives the comparison of a replayed step with the standing one."""
-SCHEDULER = "scheduler"
-"""Name in `resume.allow` that lets a checkpoint without its scheduler be resumed from."""
-MISMATCHED_SIZES = "mismatched_sizes"
-"""Name in `resume.allow` that lets `trainer.init_from` leave out tensors of other shapes."""
-
 FIELDS: dict[str, str] = {
     "model.fingerprint": FATAL,
     "actor_rollout_ref.model.path": NOTE,
@@ -192,9 +185,17 @@ def compare(then: dict[str, Any], now: dict[str, Any], given: frozenset[str] | N
         if field in then and field in now and then[field] != now[field]:
             if field == "trainer.total_training_steps" and schedule_depends_on_total:
                 drift_class = FATAL
+            if field == "custom_reward_function.source" and then[field] == "":
+                # Older releases kept no digest of a function that was named by a dotted path.
+                continue
             stated = given is None or field in given or field.startswith(("code.", "model.", "init_from."))
             drifts.append(Drift(field, then[field], now[field], drift_class, stated))
     return drifts
+
+
+def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
+    """The record of an older release, completed: a setting that it did not have yet was what is the default now."""
+    return {field: value for field, value in defaults().items() if class_of(field) != FREE} | recorded
 
 
 def serious(drifts: Sequence[Drift]) -> list[Drift]:

@@ -6,11 +6,13 @@ Pure. For a run whose record is lost, or that another trainer began.
 from __future__ import annotations
 
 import ast
+import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
+
+from keepstep.config.load import leaves
 
 MAX_DICTIONARY_LINES = 3000
 _OURS = re.compile(r" INFO ([a-z_0-9]+(?:\.[a-z_0-9]+)+)=(.*)$")
@@ -23,11 +25,20 @@ def settings_in(text: str) -> dict[str, Any]:
     lines = text.splitlines()
     for line in lines:
         if match := _OURS.search(line):
-            try:
-                found[match.group(1)] = yaml.safe_load(match.group(2))
-            except yaml.YAMLError:
-                continue
-    return found or dict(flatten(_dictionary(lines)))
+            found[match.group(1)] = _value(match.group(2))
+    return found or dict(leaves(_dictionary(lines)))
+
+
+def _value(text: str) -> Any:
+    """As it was written: JSON, since YAML reads 5e-07 as a text; else YAML, else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _dictionary(lines: list[str]) -> dict[str, Any]:
@@ -48,12 +59,3 @@ def _dictionary(lines: list[str]) -> dict[str, Any]:
                 found = value
             break
     return found
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of every leaf of nested dictionaries."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

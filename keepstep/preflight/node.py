@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from keepstep.config.schema import RunConfig
-from keepstep.errors import EXIT_FAILED, ConfigError, KeepstepError
+from keepstep.errors import ConfigError, KeepstepError
 from keepstep.preflight.device import resolve_device
 from keepstep.preflight.port import check_port, holder_of
 from keepstep.processes import hostname
@@ -24,6 +27,8 @@ from keepstep.run import RunDir
 PORT_KEY = "actor_rollout_ref.rollout.port"
 SMI_TIMEOUT_S = 20.0
 SKEW_WARN_S = 5.0
+MOST_FREE_SHARE = 0.95
+"""More than this no GPU has free, not even an idle one."""
 RESERVE_SHARE = 0.05
 """Of a GPU's memory, for what the driver and the kernels take beside the engine and the rank."""
 
@@ -45,8 +50,6 @@ class Request:
     """Above it leases of other hosts are judged wrongly."""
     token: str = ""
     """A file of this name was written into `folder` by the node that asks; empty: there is no other node."""
-    asked_at: float = 0.0
-    """Time on the node that asks."""
 
 
 def request(config: RunConfig, run: RunDir) -> Request:
@@ -64,18 +67,19 @@ def request(config: RunConfig, run: RunDir) -> Request:
 def answers(asked: Request) -> list[Answer]:
     """One record per check, as `checks.Check` takes it."""
     made = (("port", _port), ("gpu_memory", _gpu_memory), ("shared_folder", _shared_folder), ("clock", _clock))
-    found = []
-    for name, check in made:
-        try:
-            status, sentence = check(asked)
-            answer: Answer = {"status": status, "sentence": sentence}
-        except KeepstepError as error:
-            answer = {"status": "fail", "sentence": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
-        except Exception as error:
-            sentence = f"the check itself failed: {type(error).__name__}: {error}"
-            answer = {"status": "fail", "sentence": sentence, "exit_code": EXIT_FAILED}
-        found.append({"id": name, "node": hostname(), **answer})
-    return found
+    return [answer_of(name, partial(check, asked)) for name, check in made]
+
+
+def answer_of(name: str, check: Callable[[], tuple[str, str]]) -> Answer:
+    """What a check says, or what it raises."""
+    try:
+        status, sentence = check()
+        answer: Answer = {"status": status, "sentence": sentence}
+    except KeepstepError as error:
+        answer = {"status": "fail", "sentence": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
+    except Exception as error:
+        answer = {"status": "warn", "sentence": f"the check itself failed: {type(error).__name__}: {error}"}
+    return {"id": name, "node": hostname(), **answer}
 
 
 def _port(asked: Request) -> tuple[str, str]:
@@ -87,8 +91,10 @@ def _port(asked: Request) -> tuple[str, str]:
 def _gpu_memory(asked: Request) -> tuple[str, str]:
     if asked.device != "cuda":
         return "skipped", "ranks and engines compute on the CPU"
-    gpus = _smi("--query-gpu=index,memory.total,memory.free")
-    needed = min(1.0, asked.memory_share + RESERVE_SHARE)
+    gpus = [gpu for gpu in _smi("--query-gpu=index,memory.total,memory.free") if _is_ours(gpu[0]) and _has_sizes(gpu)]
+    if not gpus:
+        return "skipped", "nvidia-smi tells of no GPU of ours with a size"
+    needed = min(MOST_FREE_SHARE, asked.memory_share + RESERVE_SHARE)
     short = [gpu for gpu in gpus if int(gpu[2]) < needed * int(gpu[1])]
     if short:
         names = "; ".join(f"GPU {index}: {free} of {total} MiB free" for index, total, free in short)
@@ -98,6 +104,17 @@ def _gpu_memory(asked: Request) -> tuple[str, str]:
             "actor_rollout_ref.rollout.gpu_memory_utilization.",
         )
     return "ok", "; ".join(f"GPU {index}: {free} of {total} MiB free" for index, total, free in gpus)
+
+
+def _is_ours(index: str) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES, where it lists indices, leaves this GPU to us."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return not all(entry.strip().isdecimal() for entry in visible) or index in [entry.strip() for entry in visible]
+
+
+def _has_sizes(gpu: list[str]) -> bool:
+    """A GPU in slices, or one that shares the host's memory, answers `[N/A]`."""
+    return len(gpu) == 3 and gpu[1].isdecimal() and gpu[2].isdecimal()
 
 
 def _smi(query: str) -> list[list[str]]:
@@ -127,21 +144,28 @@ def _shared_folder(asked: Request) -> tuple[str, str]:
 
 
 def _clock(asked: Request) -> tuple[str, str]:
-    """Against the node that asks, and against the filesystem, whose server has a clock of its own."""
-    if asked.asked_at:
-        skew_s, other = time.time() - asked.asked_at, "the asking node"
-    else:
-        probe = Path(asked.folder) / f".clock-{uuid.uuid4().hex}"
-        before = time.time()
-        probe.touch()
-        stamped = probe.stat().st_mtime
-        probe.unlink()
-        # Whoever stamped it did so between the two: outside of that it is another clock.
-        skew_s, other = max(before - stamped, stamped - time.time(), 0.0), f"the filesystem of {asked.folder}"
-    sentence = f"{abs(skew_s):.1f} s from {other}"
-    if abs(skew_s) > asked.max_skew_s:
+    """Against the filesystem, whose server may have a clock of its own."""
+    probe = Path(asked.folder) / f".clock-{uuid.uuid4().hex}"
+    before = time.time()
+    probe.touch()
+    stamped = probe.stat().st_mtime
+    probe.unlink()
+    return judge_clock(before, stamped, time.time(), f"the filesystem of {asked.folder}", asked.max_skew_s)
+
+
+def judge_clock(asked_s: float, said_s: float, answered_s: float, other: str, max_skew_s: float) -> tuple[str, str]:
+    """(status, sentence) of another clock that said `said_s` between two readings of ours. Pure.
+
+    What lies between the two readings is no skew, however long the answer took.
+
+    Raises:
+        ConfigError: the clocks are further apart than leases bear.
+    """
+    skew_s = max(asked_s - said_s, said_s - answered_s, 0.0)
+    sentence = f"{skew_s:.1f} s from {other}"
+    if skew_s > max_skew_s:
         raise ConfigError(
-            f"The clock of {hostname()} is {sentence}: leases of other hosts would be judged wrongly.",
+            f"A clock is {sentence}: leases of other hosts would be judged wrongly.",
             "Set the clocks by NTP, or raise retry.lease_timeout_s.",
         )
-    return ("warn" if abs(skew_s) > SKEW_WARN_S else "ok"), sentence
+    return ("warn" if skew_s > SKEW_WARN_S else "ok"), sentence

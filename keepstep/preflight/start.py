@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from keepstep import waivers
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.history import rows_handed_out, uploaded_steps, verified_steps
 from keepstep.checkpoint.manifest import parse
@@ -37,6 +38,7 @@ from keepstep.errors import (
 )
 from keepstep.platform import servers
 from keepstep.preflight import contract
+from keepstep.preflight.device import resolve_device
 from keepstep.preflight.model import (
     Files,
     check_model,
@@ -108,7 +110,7 @@ def prepare(config: RunConfig) -> Start:
 
 def _settings(start: Start) -> str:
     start.warnings += validate(start.config)
-    contract.resolve_device(start.config.trainer.device)
+    resolve_device(start.config.trainer.device)
     return f"{len(given_keys(start.config))} settings are given and go together"
 
 
@@ -179,7 +181,8 @@ def _contract(start: Start) -> str:
     )
     if start.existing is None:
         return f"{len(start.terms)} terms are recorded at this first start"
-    drifts = contract.compare(start.existing["contract"], start.terms, contract.stated(start.config))
+    recorded = contract.with_defaults(start.existing["contract"])
+    drifts = contract.compare(recorded, start.terms, contract.stated(start.config))
     start.waived = contract.enforce(
         drifts, start.config.resume.allow, f"The run in {start.run.root}", unsaved(start.run), model_details(start)
     )
@@ -195,6 +198,8 @@ def _contract(start: Start) -> str:
 def _checkpoint(start: Start) -> str:
     config = start.config
     start.plan = make_plan(config, start.run, start.remote, start.existing, start.total_steps)
+    if start.plan.step is None and start.init_from is not None:
+        check_init_from(start.init_from)
     if start.plan.step is None and config.actor_rollout_ref.model.path.startswith(PREFIX):
         make_again(config, start.run, start.model_fingerprint)
     return start.plan.describe()[-1]
@@ -215,7 +220,8 @@ def _room(start: Start) -> str:
 STEPS: tuple[Step, ...] = (
     Step("settings", _settings),
     Step("output_dir", _output_dir),
-    Step("store", _store, ("output_dir",)),
+    # Behind the settings, which refuse an address with credentials in it.
+    Step("store", _store, ("settings", "output_dir")),
     Step("dataset", _dataset),
     Step("model", _model),
     Step("init_from", _init_from),
@@ -269,21 +275,34 @@ def find_init_from(config: RunConfig, existing: Record | None) -> Path | None:
         return None
     folder = Path(os.path.realpath(Path(given).expanduser()))
     if existing is None:
-        found = verify(folder)
-        if not found.exportable:
-            reason = found.reasons[0] if found.reasons else found.state
-            raise CheckpointError(
-                f"trainer.init_from: {given} has no weights to begin with: {reason}.",
-                f"See what is wrong: keepstep verify {given}",
-            )
+        check_init_from(folder)
     return folder
+
+
+def check_init_from(folder: Path) -> None:
+    """The weights of a warm start are whole: looked at whenever the run is about to begin with them.
+
+    Raises:
+        CheckpointError: what is wrong with them.
+    """
+    found = verify(folder)
+    if not found.exportable or found.manifest is None:
+        reason = found.reasons[0] if found.reasons else f"{found.state}, and without a manifest"
+        raise CheckpointError(
+            f"trainer.init_from: {folder} has no weights to begin with: {reason}.",
+            f"See what is wrong: keepstep verify {folder}. It must be a checkpoint of Keepstep.",
+        )
 
 
 def init_from_fingerprint(start: Start) -> str:
     """What identifies the weights of a warm start; the recorded value where the checkpoint is gone by now."""
     recorded = start.existing["contract"].get("init_from.fingerprint", "") if start.existing else ""
-    if start.init_from is None or not (start.init_from / layout.MANIFEST).is_file():
+    if start.init_from is None or (start.existing is not None and not start.config.trainer.init_from):
         return recorded
+    if not (start.init_from / layout.MANIFEST).is_file():
+        # Gone by now, or never one: what it was is known as long as nothing else is named.
+        same = start.existing and start.existing["contract"].get("trainer.init_from") == start.config.trainer.init_from
+        return recorded if same else f"(no manifest in {start.init_from})"
     files = parse((start.init_from / layout.MANIFEST).read_bytes()).files
     weights = [f"{name} {files[name].tree}" for name in sorted(files) if layout.is_policy(name)]
     return hashlib.sha256("\n".join(weights).encode()).hexdigest()
@@ -304,10 +323,12 @@ def model_details(start: Start) -> list[str]:
 
 def next_checkpoint_bytes(start: Start) -> int:
     """Size of the newest checkpoint here, else what the model lets expect."""
-    steps = start.run.steps()
-    if steps:
-        files = (path for path in start.run.checkpoint(steps[-1]).rglob("*") if path.is_file())
-        return sum(path.stat().st_size for path in files)
+    for step in reversed(start.run.steps()):
+        try:
+            return sum(path.stat().st_size for path in start.run.checkpoint(step).rglob("*") if path.is_file())
+        except FileNotFoundError:
+            # Retired while we look, by whoever trains this run.
+            continue
     folder = model_folder(start.config.actor_rollout_ref.model.path, start.run)
     return checkpoint_bytes(folder) if (folder / "config.json").is_file() else 0
 
@@ -344,7 +365,7 @@ def make_plan(
         only_step=asked_step(run, asked) if asked else None,
         final_step=total_steps,
         passed_over=passed_over,
-        without_scheduler=contract.SCHEDULER in config.resume.allow,
+        without_scheduler=waivers.SCHEDULER in config.resume.allow,
     )
 
 
@@ -458,7 +479,8 @@ def check_foreign(run: RunDir) -> None:
     # What a start leaves that was killed between its lease and its record.
     ours = {run.attempts.name, run.config.name}
     names = {entry.name for entry in run.root.iterdir()} - ours
-    strangers = sorted(name for name in names if not name.startswith((f".{run.record.name}.", f".{run.config.name}.")))
+    probes = (f".{run.record.name}.", f".{run.config.name}.", ".clock-", ".preflight-")
+    strangers = sorted(name for name in names if not name.startswith(probes))
     if strangers:
         raise ContractError(
             f"trainer.output_dir: {run.root} holds {', '.join(strangers[:5])} but no run.json: not a Keepstep run.",

@@ -56,7 +56,7 @@ def _from_file(path: Path, name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"custom_reward_function.path: importing {path} failed: {error!r}.", "Mend the file."
         ) from error

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.controller.debugging import sweep
 from keepstep.events.log import read_jsonl
+from keepstep.processes import boot_id, hostname
 from keepstep.run import RunDir, read_json, write_json
+from tests.integration.compare import differences
 from tests.integration.conftest import OVERRIDES
 from tests.integration.driver import Driver, clean_environment
 from tests.integration.test_refusals import snapshot
@@ -59,6 +62,19 @@ def test_debug_takes_one_step_and_writes_nothing(standing: RunDir):
     assert not list(standing.root.parent.glob(".debug-*"))
 
 
+def test_what_a_killed_debug_left_is_removed_and_nothing_else(tmp_path: Path):
+    run, notes = RunDir.at(tmp_path / "run"), tmp_path / ".debug-run-notes"
+    notes.mkdir()
+    left = RunDir.at(tmp_path / ".debug-run-abc")
+    owner = {"host": hostname(), "pid": 2**22 + 7, "start_time": 1, "boot_id": boot_id()}
+    record = {"attempt": 1, "owner": owner, "heartbeat": 0.0, "outcome": None, "processes": []}
+    write_json(left.attempt(1), record)
+    elsewhere = RunDir.at(tmp_path / ".debug-run-def")
+    write_json(elsewhere.attempt(1), record | {"owner": owner | {"host": "elsewhere"}})
+    sweep(run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".debug-run-def", ".debug-run-notes"]
+
+
 def test_a_policy_that_is_not_the_saved_one_stops_the_attempt(standing: RunDir):
     """C32, C95: the bytes verify, the log-probs are others: nothing is trained on."""
     path = standing.checkpoint(20) / "trainer_state.json"
@@ -93,14 +109,27 @@ def test_a_warm_start_begins_at_step_0(reference: Driver, workspace: Path):
     assert read_json(run.record)["contract"]["init_from.fingerprint"]
 
 
-def test_a_lost_scheduler_is_rebuilt_and_written_down(standing: RunDir):
+def test_a_lost_scheduler_is_rebuilt_and_written_down(standing: RunDir, reference: Driver):
     """C115: with the waiver the run goes on as if it had not been lost; without it, it does not."""
     (standing.checkpoint(20) / "actor" / "scheduler.pt").unlink()
     for step in standing.steps()[:-1]:
         shutil.rmtree(standing.checkpoint(step))
     done = train(standing.root, *OVERRIDES)
     assert done.returncode == 1 and "resume.allow=[scheduler] rebuilds it" in done.stderr
-    done = train(standing.root, *OVERRIDES, "trainer.total_training_steps=44", "resume.allow=[scheduler]", "--debug")
+    done = train(
+        standing.root, *OVERRIDES, "resume.allow=[scheduler]", "checkpoint.keep_last=3", "trainer.save_freq=22"
+    )
     assert done.returncode == 0, done.stderr
     assert "its scheduler is rebuilt at the global step" in done.stderr
     assert "learning rate: 0.0005 in step 20, 0.0005 in step 21" in done.stderr
+    (waiver,) = read_json(standing.record)["waivers"]
+    assert waiver["fields"] == ["scheduler"]
+    attempt = waiver["attempt"]
+    verified = [
+        event["step"]
+        for event in read_jsonl(standing.events)
+        if event["event"] == "checkpoint_verified" and event["attempt"] == attempt
+    ]
+    # The one without its scheduler never counts as good.
+    assert verified == [22, 44]
+    assert differences(standing.checkpoint(44), reference.run.checkpoint(44)) == []

@@ -74,6 +74,13 @@ def test_keys_that_were_stated_survive_the_way_to_the_trainer(minimal: str) -> N
     assert "trainer.seed" in given_keys(config) and "trainer.nnodes" not in given_keys(config)
 
 
+def test_a_flag_adds_to_what_a_file_allows(minimal: str) -> None:
+    """`--ignore_mismatched_sizes` beside `resume.allow` of the file."""
+    Path(minimal).write_text(MINIMAL + "resume: {allow: [scheduler]}\n")
+    assert load(minimal, ["resume.allow+=mismatched_sizes"]).resume.allow == ["scheduler", "mismatched_sizes"]
+    assert load(minimal, ["resume.allow=[probe]", "resume.allow+=exactness"]).resume.allow == ["probe", "exactness"]
+
+
 def test_documented_defaults(minimal: str) -> None:
     config = load(minimal)
     assert config.trainer.save_freq == 20

@@ -11,7 +11,7 @@ import pytest
 
 from keepstep.cli.main import main
 from keepstep.config.load import load, settings, to_yaml
-from keepstep.errors import EXIT_CONTRACT, ConfigError, ContractError, DataError
+from keepstep.errors import EXIT_CONTRACT, CheckpointError, ConfigError, ContractError, DataError
 from keepstep.preflight import contract
 from keepstep.preflight.complete import complete_result
 from keepstep.preflight.contract import CONFIRM, FATAL, FIELDS, FREE, NOTE, Drift, class_of, compare, enforce, table
@@ -152,6 +152,18 @@ def test_a_record_of_an_older_release_is_compared_as_far_as_it_goes():
     now = first_terms()
     older = {"trainer.seed": now["trainer.seed"], "actor_rollout_ref.rollout.n": 3}
     assert [drift.field for drift in compare(older, now)] == ["actor_rollout_ref.rollout.n"]
+
+
+def test_a_setting_that_an_older_record_does_not_have_was_its_default(tmp_path: Path):
+    standing = standing_run.make(tmp_path)
+    record = read_json(standing.run.record)
+    del record["contract"]["data.train_max_samples"]
+    # Older releases kept no digest of a function that is named by a dotted path.
+    record["contract"]["custom_reward_function.source"] = ""
+    write_json(standing.run.record, record)
+    assert standing.prepare().waived == []
+    with pytest.raises(ContractError, match=r"data\.train_max_samples +-1 +100 +fatal"):
+        standing.prepare("data.train_max_samples=100")
 
 
 FATAL_CHANGES = {
@@ -311,6 +323,18 @@ def test_a_warm_start_is_another_verb(tmp_path: Path, standing: Standing):
     fresh = standing_run.make(tmp_path / "fresh", f"trainer.init_from={source}", step=None)
     start = fresh.prepare(f"trainer.init_from={source}")
     assert (start.plan.step, start.init_from) == (None, source)
+    # It is begun with again until something is saved, so it is looked at again.
+    weights = source / "actor" / "pytorch_model.bin"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:300] + bytes([content[300] ^ 1]) + content[301:])
+    with pytest.raises(CheckpointError, match=r"init_from.*pytorch_model\.bin"):
+        fresh.prepare(f"trainer.init_from={source}")
+    weights.write_bytes(content)
+    empty = tmp_path / "no-checkpoint"
+    empty.mkdir()
+    for given in (empty, standing.run.checkpoint(99)):
+        with pytest.raises(ContractError, match=r"init_from\.fingerprint"):
+            fresh.prepare(f"trainer.init_from={given}")
     # Not given again, it is what the run recorded; another one is another run.
     assert fresh.prepare().init_from == source
     other = standing_run.make(tmp_path / "other", step=40)
@@ -352,6 +376,17 @@ def test_a_lost_scheduler_is_an_error_that_can_be_waived(tmp_path: Path):
     plan = standing.prepare("resume.allow=[scheduler]").plan
     assert (plan.step, plan.rebuild_scheduler) == (20, True)
     assert "its scheduler is lost and rebuilt at the global step" in plan.describe()[-1]
+    # Of the last step it would stay lost: nothing is saved any more.
+    last = "trainer.total_training_steps=20"
+    with pytest.raises(CheckpointError, match=r"actor/scheduler\.pt"):
+        standing.prepare(last, "resume.allow=[scheduler,trainer.total_training_steps]")
+
+
+def test_a_stray_file_beside_a_scheduler_is_no_lost_scheduler(tmp_path: Path):
+    standing = standing_run.make(tmp_path)
+    (standing.run.checkpoint(20) / "actor" / "scheduler.pt.bak").write_text("")
+    with pytest.raises(CheckpointError, match=r"scheduler\.pt\.bak"):
+        standing.prepare("resume.allow=[scheduler]")
 
 
 @pytest.mark.parametrize("name", ["actor/optimizer.pt", "trainer_state.json"])
