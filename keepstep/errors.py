@@ -62,6 +62,12 @@ class ExactnessError(ContractError):
     failure_class = "exactness"
 
 
+class DamagedFileError(ContractError, ValueError):
+    """A file of the run's own bookkeeping is not what was written."""
+
+    failure_class = "damaged_file"
+
+
 class DataError(KeepstepError):
     """The data set is missing, damaged, or not the one that the run recorded."""
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keepstep.errors import DamagedFileError
+
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 PLATFORM_DIR = ".keepstep"
 
@@ -152,7 +154,18 @@ def parse_step(name: str) -> int | None:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """
+    Raises:
+        DamagedFileError: it is not JSON, which nothing of ours leaves behind: files are replaced as a whole.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedFileError(
+            f"{path} is damaged: {error}.",
+            "Look at the disk. Bring the file back from a copy (a store, where one is configured, has run.json and "
+            "config.yaml); a file under attempts/ may be deleted when nothing trains the run.",
+        ) from None
 
 
 def write_atomic(path: Path, data: bytes) -> None:

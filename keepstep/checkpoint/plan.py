@@ -93,6 +93,7 @@ def plan(
     """
     candidates = [Candidate(step, "local") for step in run.steps()]
     candidates += [Candidate(step, "s3") for step in (remote.steps() if remote else [])]
+    there = [candidate.step for candidate in candidates]
     if only_step is not None:
         candidates = [candidate for candidate in candidates if candidate.step == only_step]
     stuck_at = find_stuck(list(read_jsonl(run.events)), prefer_multiple)
@@ -121,6 +122,10 @@ def plan(
             continue
         found.step, found.source, found.reason = candidate.step, candidate.source, reason
         found.repair, found.rebuild_scheduler = repairable, rebuildable
+        if only_step is not None:
+            found.reason, found.newest = "asked for", max(there)
+            found.steps_given_up = found.newest - candidate.step
+            return found
         found.newest = max(step for step in (c.step for c in candidates if usable.get(c, True)))
         found.steps_given_up = found.newest - candidate.step
         if stuck_at is not None and candidate.step % prefer_multiple:

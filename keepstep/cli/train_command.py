@@ -65,6 +65,8 @@ def alone(config: RunConfig) -> None:
     from keepstep.controller.session import run_attempt
 
     run_attempt(config, listeners=[_progress()])
+    if config.trainer.debug:
+        print("One step was taken aside; nothing was written into the run.", file=sys.stderr)
 
 
 def _progress() -> Callable[[dict[str, Any]], None]:

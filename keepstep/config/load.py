@@ -119,6 +119,12 @@ def validate(config: RunConfig) -> list[str]:
             f"s3.embedded=true starts a server of its own, but s3.endpoint_url={config.s3.endpoint_url} names another: "
             "set s3.embedded=false or leave the endpoint out"
         )
+    if config.s3.endpoint_url and not config.s3.bucket and not config.s3.embedded:
+        problems.append("s3.endpoint_url is given and s3.bucket is not: nothing would be uploaded; name the bucket")
+    if config.ray.address and not config.ray.address.startswith(("http://", "https://")):
+        problems.append(
+            f"ray.address={config.ray.address}: the address of the cluster's job server is needed, http://HEAD:8265"
+        )
     if config.trainer.init_from and config.trainer.resume_from_checkpoint:
         problems.append(
             "trainer.init_from begins a new run from weights, trainer.resume_from_checkpoint goes on with this one: "

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from keepstep.attempts import Attempt
 from keepstep.config.schema import RunConfig
 from keepstep.controller.workers import EngineWorker, RankWorker, Worker, WriterWorker
+from keepstep.errors import NoProgressError
 from keepstep.processes import ProcessRef, descendants
 from keepstep.rollout.environment import engine_environment
 from keepstep.run import RunDir
@@ -61,6 +62,15 @@ class Cluster:
             ray.init(address="auto", log_to_driver=True, namespace=f"keepstep-{self._run.default_s3_prefix}")
             return
         os.environ.update(LOCAL_ENVIRONMENT)
+        try:
+            self._start_local()
+        except Exception as error:
+            # A machine that is overloaded, as a rule: nothing of ours runs yet.
+            line = (str(error).strip().splitlines() or [""])[0]
+            raise NoProgressError(f"Ray did not start here: {line}", "See what else the machine does.") from error
+        self.record_services()
+
+    def _start_local(self) -> None:
         ray.init(
             address="local",
             include_dashboard=False,
@@ -72,7 +82,6 @@ class Cluster:
             # Every actor needs an environment of its own, so workers started in advance would never be used.
             _system_config={"prestart_worker_first_driver": False},
         )
-        self.record_services()
 
     def rank(self, spec: Any, environment: dict[str, str]) -> Any:
         return self._actor(RankWorker, environment, gpus=RANK_GPU_SHARE).remote(spec)

@@ -16,7 +16,7 @@ from keepstep.doctor.jumps import jump_of
 from keepstep.retry import OUTSIDE, Failure, decide
 
 Rule = Callable[[Evidence], list[Finding]]
-SAME_COMMAND = "Start the same command again: it goes on from the last verified checkpoint."
+SAME_COMMAND = "Start the same command again; `keepstep plan RUN` says where it goes on."
 _KEYS = re.compile(r"state dict does not match the model|shard of shape")
 _MEMORY = re.compile(
     r"out of memory|can.?t allocate memory|cannot allocate memory|MemoryError|unable to allocate", re.I

@@ -13,7 +13,8 @@ from keepstep.doctor.jumps import jump_after_resume
 RULES: tuple[Rule, ...] = (
     *(rule for rule in ENDS if rule not in (fenced, preempted, writer_lost)),
     signs.stands_still, jump_after_resume, signs.identical_responses, signs.rewards_equal, signs.learning_rate_zero,
-    signs.clock_skew, signs.uploads_behind, signs.save_skipped, signs.few_rows, signs.damaged_checkpoints,
+    signs.record_missing, signs.clock_skew, signs.uploads_behind, signs.save_skipped, signs.few_rows,
+    signs.damaged_checkpoints,
     signs.overtaken, fenced, signs.unreadable, preempted, signs.died_without_a_word, writer_lost, signs.waived,
 )  # fmt: skip
 """The most telling first: what a rule explains, a later one does not explain again."""
@@ -61,6 +62,8 @@ def state(evidence: Evidence) -> str:
         else f"last verified checkpoint: step {evidence.verified}"
     )
     if evidence.newest is None:
+        if evidence.step:
+            return f"trained to step {evidence.step}, but attempts/ is gone; {good}"
         return "never started: no attempt is recorded"
     status = evidence.newest.outcome.get("status")
     if evidence.at_work:

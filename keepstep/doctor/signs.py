@@ -177,13 +177,32 @@ def died_without_a_word(evidence: Evidence) -> list[Finding]:
     ]
 
 
+def record_missing(evidence: Evidence) -> list[Finding]:
+    """Without its record no start knows the run, whatever else is whole."""
+    there = evidence.record.value or any(quote.file == "run.json" for quote in evidence.unreadable)
+    if there or (evidence.newest is None and evidence.step == 0):
+        return []
+    return [
+        Finding(
+            "record_missing",
+            PROBLEM,
+            "run.json is gone: no start takes this folder for a run, although it was one.",
+            (Quote("run.json", 0, "not there"),),
+            "Bring it back (a store, where one is configured, has it). Without it the weights are of use: "
+            f"trainer.init_from={shell(str(evidence.root))}/checkpoints/latest in a run of its own.",
+        )
+    ]
+
+
 def damaged_checkpoints(evidence: Evidence) -> list[Finding]:
     rejected = evidence.of("checkpoint_rejected")
-    if not rejected and not evidence.quarantine:
+    # What a retrained step replaced was good.
+    names = [name for name in evidence.quarantine if ".replaced." not in name]
+    if not rejected and not names:
         return []
     steps = ", ".join(str(step) for step in sorted({row.step for row in rejected if row.step is not None}))
     good = evidence.verified
-    aside = tuple(Quote(f"quarantine/{name}", 0, "set aside") for name in evidence.quarantine[-3:])
+    aside = tuple(Quote(f"quarantine/{name}", 0, "set aside") for name in names[-3:])
     return [
         Finding(
             "damaged_checkpoint",

@@ -133,6 +133,10 @@ def _ask_nodes(on_nodes: OnNodes, config: RunConfig, run: RunDir) -> list[Check]
         return on_nodes(node.request(config, run))
     except KeepstepError as error:
         return [Check("nodes", FAIL, error.message, error.remedy, error.exit_code, error=error)]
+    except Exception as error:
+        # Ray's own errors have many roots.
+        line = (str(error).strip().splitlines() or [""])[-1]
+        return [Check("nodes", FAIL, f"{config.ray.address}: {type(error).__name__}: {line}", "", EXIT_FAILED)]
 
 
 def _make(step: Step, start: Start, failed: set[str]) -> list[Check]:

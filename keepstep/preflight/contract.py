@@ -7,6 +7,7 @@ on; `free` changes nothing that a run could notice. Pure, but for `terms`, which
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import keepstep
+from keepstep import waivers
 from keepstep.checkpoint.layout import LAYOUT_VERSION
 from keepstep.config.load import defaults, given_keys
 from keepstep.config.schema import RunConfig
-from keepstep.errors import ContractError
+from keepstep.errors import ConfigError, ContractError
 from keepstep.preflight.device import resolve_device
 
 FATAL, CONFIRM, NOTE, FREE = "fatal", "confirm", "note", "free"
@@ -193,6 +195,29 @@ def compare(then: dict[str, Any], now: dict[str, Any], given: frozenset[str] | N
     return drifts
 
 
+def check_allowed(allow: Sequence[str]) -> None:
+    """Every name in `resume.allow` means something.
+
+    Raises:
+        ConfigError: a name that nothing has, with the nearest one, or a field whose change is never accepted.
+    """
+    accepted = {field for field, drift_class in FIELDS.items() if drift_class == CONFIRM} | waivers.NAMES
+    problems = []
+    for name in (name for name in allow if name not in accepted):
+        ends = {known.rpartition(".")[2]: known for known in sorted(accepted)}
+        nearest = ends.get(name.strip()) or next(iter(difflib.get_close_matches(name, accepted, n=1, cutoff=0.6)), None)
+        if FIELDS.get(name) == FATAL:
+            problems.append(f"{name} is fatal: its change is never accepted")
+        elif name in FIELDS:
+            problems.append(f"{name} may change freely: there is nothing to accept")
+        else:
+            problems.append(
+                f"{name!r} is no field of the contract" + (f"; the nearest is {nearest}" if nearest else "")
+            )
+    if problems:
+        raise ConfigError("resume.allow:\n  " + "\n  ".join(problems), "See the table in docs/resume.md.")
+
+
 def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
     """The record of an older release, completed: a setting that it did not have yet was what is the default now."""
     return {field: value for field, value in defaults().items() if class_of(field) != FREE} | recorded
@@ -259,7 +284,7 @@ def way_out(drift: Drift) -> str:
     if drift.field == "custom_reward_function.source":
         return f"bring the file back, or resume.allow=[{drift.field}]"
     if drift.field == "init_from.fingerprint":
-        return "name the same checkpoint again"
+        return "leave trainer.init_from out: the run has begun" if not drift.then else "name the same checkpoint again"
     if drift.drift_class == NOTE:
         return "nothing: the run goes on"
     back = "set it back" if drift.field == "trainer.device" else f"{drift.field}={show(drift.then)}"

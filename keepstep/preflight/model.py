@@ -75,11 +75,13 @@ def refuse_checkpoint(folder: Path, run: RunDir) -> None:
         if (candidate / layout.MANIFEST).is_file() and (candidate / layout.TRAINER_STATE).is_file():
             own = candidate.parent == Path(os.path.realpath(run.checkpoints))
             whose = "a checkpoint of this run" if own else "a checkpoint"
+            resume = (
+                "To go on with the run give its model as before: the same command resumes by itself, or from one "
+                f"checkpoint with trainer.resume_from_checkpoint={candidate}. "
+            )
             raise ContractError(
                 f"{KEY}: {folder} is {whose}, not a model.",
-                "To go on with the run give its model as before: the same command resumes by itself, or from one "
-                f"checkpoint with trainer.resume_from_checkpoint={candidate}. To begin a new run from its weights: "
-                f"trainer.init_from={candidate}.",
+                (resume if own else "") + f"To begin a new run from its weights: trainer.init_from={candidate}.",
             )
 
 

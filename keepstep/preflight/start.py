@@ -110,6 +110,7 @@ def prepare(config: RunConfig) -> Start:
 
 def _settings(start: Start) -> str:
     start.warnings += validate(start.config)
+    contract.check_allowed(start.config.resume.allow)
     resolve_device(start.config.trainer.device)
     return f"{len(given_keys(start.config))} settings are given and go together"
 
@@ -173,10 +174,12 @@ def _reward(start: Start) -> str:
 
 
 def _contract(start: Start) -> str:
+    then = start.existing["contract"] if start.existing else {}
     start.terms = contract.terms(
         start.config,
-        model_fingerprint=start.model_fingerprint,
-        total_steps=start.total_steps,
+        # What could not be looked at is told by its own check; the settings are compared all the same.
+        model_fingerprint=start.model_fingerprint or then.get("model.fingerprint", ""),
+        total_steps=start.total_steps or then.get("trainer.total_training_steps", 0),
         init_from_fingerprint=init_from_fingerprint(start),
     )
     if start.existing is None:
@@ -197,10 +200,18 @@ def _contract(start: Start) -> str:
 
 def _checkpoint(start: Start) -> str:
     config = start.config
-    start.plan = make_plan(config, start.run, start.remote, start.existing, start.total_steps)
+    start.plan = make_plan(config, start.run, start.remote, start.existing, start.total_steps or None)
+    newest = max((candidate.step for candidate in start.plan.candidates), default=0)
+    if newest > start.total_steps > 0:
+        raise ConfigError(
+            f"{start.run.root} has a checkpoint of step {newest}, and a run of {start.total_steps} steps is asked for.",
+            "A run is not shortened: give at least as many steps, or take what you need from a checkpoint (keepstep "
+            f"export {start.run.checkpoint(min(newest, start.total_steps))} OUT; trainer.init_from for a new run).",
+        )
     if start.plan.step is None and start.init_from is not None:
         check_init_from(start.init_from)
-    if start.plan.step is None and config.actor_rollout_ref.model.path.startswith(PREFIX):
+    made = config.actor_rollout_ref.model.path.startswith(PREFIX) and start.model_fingerprint
+    if start.plan.step is None and made:
         make_again(config, start.run, start.model_fingerprint)
     return start.plan.describe()[-1]
 
@@ -228,8 +239,8 @@ STEPS: tuple[Step, ...] = (
     Step("parallel", _parallel),
     Step("grpo", _grpo),
     Step("reward", _reward),
-    Step("contract", _contract, ("dataset", "model", "init_from", "reward")),
-    Step("checkpoint", _checkpoint, ("store", "dataset", "model")),
+    Step("contract", _contract, ("output_dir", "init_from")),
+    Step("checkpoint", _checkpoint, ("store",)),
     Step("room", _room, ("output_dir", "model")),
 )
 
@@ -286,8 +297,10 @@ def check_init_from(folder: Path) -> None:
         CheckpointError: what is wrong with them.
     """
     found = verify(folder)
-    if not found.exportable or found.manifest is None:
-        reason = found.reasons[0] if found.reasons else f"{found.state}, and without a manifest"
+    # Whatever else is lost, weights alone are asked for.
+    reasons = [reason for reason in found.reasons if layout.is_policy(reason.partition(": ")[0])]
+    if found.manifest is None or reasons:
+        reason = next(iter(reasons or found.reasons), f"{found.state}, and without a manifest")
         raise CheckpointError(
             f"trainer.init_from: {folder} has no weights to begin with: {reason}.",
             f"See what is wrong: keepstep verify {folder}. It must be a checkpoint of Keepstep.",
@@ -346,7 +359,7 @@ def make_plan(
     run: RunDir,
     remote: Any,
     existing: Record | None,
-    total_steps: int,
+    total_steps: int | None,
     passed_over: Sequence[Rejection] = (),
 ) -> ResumePlan:
     """Where the run goes on; every candidate that is passed over is verified or named.
@@ -376,6 +389,11 @@ def asked_step(run: RunDir, asked: str) -> int:
         CheckpointError: with what is wrong with it.
     """
     folder = Path(os.path.realpath(asked))
+    if folder == Path(os.path.realpath(run.checkpoints)) or folder == Path(os.path.realpath(run.root)):
+        raise CheckpointError(
+            f"trainer.resume_from_checkpoint: {asked} holds all checkpoints.",
+            f"Name one of them: keepstep ls {run.root}",
+        )
     found = verify(folder)
     reason = found.reasons[0] if found.reasons else ""
     if not reason and folder.parent != Path(os.path.realpath(run.checkpoints)):

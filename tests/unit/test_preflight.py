@@ -82,9 +82,9 @@ def test_one_failure_hides_no_other(standing: Standing, tmp_path: Path, capsys: 
     found = {check["id"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert standing.content() == before
     failed = {name for name, check in found.items() if check["status"] == FAIL}
-    assert failed == {"dataset", "reward"}
-    assert (found["contract"]["status"], found["checkpoint"]["status"]) == (SKIPPED, SKIPPED)
-    assert "dataset" in found["contract"]["sentence"]
+    assert failed == {"dataset", "reward", "contract", "checkpoint"}
+    assert "trainer.seed" in found["contract"]["sentence"] and "optimizer.pt" in found["checkpoint"]["sentence"]
+    assert "data.train_batch_size" not in found["contract"]["sentence"]
     assert {found[name]["status"] for name in ("port", "clock", "lease", "model")} == {OK}
     for name in failed:
         assert found[name]["remedy"]
