@@ -23,7 +23,7 @@ from keepstep.config.schema import RunConfig
 from keepstep.errors import EXIT_DONE, ConfigError, KeepstepError, Preempted
 from keepstep.platform import servers
 from keepstep.preflight.complete import complete_result
-from keepstep.preflight.start import check_room
+from keepstep.preflight.folder import check_room
 from keepstep.processes import ProcessRef
 from keepstep.run import PLATFORM_DIR, RunDir, read_json
 

@@ -45,7 +45,8 @@ from keepstep.errors import (
 from keepstep.events.log import EventLog, Listener, utc_now
 from keepstep.platform import servers
 from keepstep.preflight.model import model_folder
-from keepstep.preflight.start import Start, make_plan, prepare
+from keepstep.preflight.resume import make_plan
+from keepstep.preflight.start import Start, prepare
 from keepstep.processes import ProcessRef
 from keepstep.run import RunDir, write_atomic, write_json
 from keepstep.storage.protocol import DamagedObjectError

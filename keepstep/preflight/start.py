@@ -6,21 +6,14 @@ fails; `preflight.checks` goes on and tells of all. The lease comes after, in th
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keepstep import waivers
-from keepstep.checkpoint import layout
 from keepstep.checkpoint.history import rows_handed_out, uploaded_steps, verified_steps
-from keepstep.checkpoint.manifest import parse
-from keepstep.checkpoint.plan import Rejection, ResumePlan, plan
-from keepstep.checkpoint.verify import verify
+from keepstep.checkpoint.plan import ResumePlan
 from keepstep.config.load import given_keys, resolve_total_steps, validate
 from keepstep.config.schema import RunConfig
 from keepstep.data import record as dataset_record
@@ -28,21 +21,19 @@ from keepstep.data.count import count_rows
 from keepstep.data.loader import REWARD_MODEL
 from keepstep.data.spec import resolve_files
 from keepstep.errors import (
-    CheckpointError,
     ConfigError,
     ContractError,
     DataError,
-    NoRoomError,
     StorageError,
     StorageRefusedError,
 )
 from keepstep.platform import servers
 from keepstep.preflight import contract
 from keepstep.preflight.device import resolve_device
+from keepstep.preflight.folder import check_foreign, check_room, existing_parent, next_checkpoint_bytes, size
 from keepstep.preflight.model import (
     Files,
     check_model,
-    checkpoint_bytes,
     differing_files,
     fingerprint,
     fingerprint_of,
@@ -50,13 +41,15 @@ from keepstep.preflight.model import (
     model_folder,
     refuse_checkpoint,
 )
+from keepstep.preflight.resume import make_plan
+from keepstep.preflight.sizes import grpo_settings, parallel_sizes
+from keepstep.preflight.warm_start import check_init_from, find_init_from, weights_fingerprint
 from keepstep.processes import ProcessRef
 from keepstep.quickstart.make import PREFIX, make_data, make_model
 from keepstep.rewards.load import load_reward
 from keepstep.run import RunDir, read_json
 
 Record = dict[str, Any]
-MIN_FREE_BYTES = 256 * 1024**2
 ROOM_FACTOR = 1.2
 
 
@@ -180,7 +173,7 @@ def _contract(start: Start) -> str:
         # What could not be looked at is told by its own check; the settings are compared all the same.
         model_fingerprint=start.model_fingerprint or then.get("model.fingerprint", ""),
         total_steps=start.total_steps or then.get("trainer.total_training_steps", 0),
-        init_from_fingerprint=init_from_fingerprint(start),
+        init_from_fingerprint=weights_fingerprint(start.config, start.init_from, start.existing),
     )
     if start.existing is None:
         return f"{len(start.terms)} terms are recorded at this first start"
@@ -217,7 +210,8 @@ def _checkpoint(start: Start) -> str:
 
 
 def _room(start: Start) -> str:
-    needed = int(ROOM_FACTOR * next_checkpoint_bytes(start))
+    model = model_folder(start.config.actor_rollout_ref.model.path, start.run)
+    needed = int(ROOM_FACTOR * next_checkpoint_bytes(start.run, model))
     parent = existing_parent(start.run.root)
     free = shutil.disk_usage(parent).free
     if free < needed:
@@ -245,82 +239,6 @@ STEPS: tuple[Step, ...] = (
 )
 
 
-def parallel_sizes(config: RunConfig) -> list[str]:
-    """The sizes by which the job is cut, each with whether it is given."""
-    given = given_keys(config)
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    sizes = {
-        "trainer.nnodes": config.trainer.nnodes,
-        "trainer.n_gpus_per_node": config.trainer.n_gpus_per_node,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": rollout.tensor_model_parallel_size,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": actor.ppo_micro_batch_size_per_gpu,
-    }
-    named = [f"{key}={value}" + ("" if key in given else " (default)") for key, value in sizes.items()]
-    return [f"{config.world_size} ranks", *named]
-
-
-def grpo_settings(config: RunConfig) -> list[tuple[str, Any]]:
-    """What makes the algorithm GRPO as it is run here."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    return [
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator),
-        ("actor_rollout_ref.rollout.n", rollout.n),
-        ("actor_rollout_ref.actor.use_kl_loss", actor.use_kl_loss),
-        ("actor_rollout_ref.actor.kl_loss_coef", actor.kl_loss_coef),
-        ("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type),
-        ("actor_rollout_ref.actor.clip_ratio", actor.clip_ratio),
-        ("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode),
-        ("actor_rollout_ref.rollout.temperature", rollout.temperature),
-    ]
-
-
-def find_init_from(config: RunConfig, existing: Record | None) -> Path | None:
-    """The checkpoint of a warm start: what is given, else what the run recorded; it is looked at only where it counts.
-
-    Raises:
-        CheckpointError: a new run is to begin with it, and its weights are not whole.
-    """
-    recorded = existing["contract"].get("trainer.init_from") if existing else None
-    given = config.trainer.init_from or recorded
-    if given is None:
-        return None
-    folder = Path(os.path.realpath(Path(given).expanduser()))
-    if existing is None:
-        check_init_from(folder)
-    return folder
-
-
-def check_init_from(folder: Path) -> None:
-    """The weights of a warm start are whole: looked at whenever the run is about to begin with them.
-
-    Raises:
-        CheckpointError: what is wrong with them.
-    """
-    found = verify(folder)
-    # Whatever else is lost, weights alone are asked for.
-    reasons = [reason for reason in found.reasons if layout.is_policy(reason.partition(": ")[0])]
-    if found.manifest is None or reasons:
-        reason = next(iter(reasons or found.reasons), f"{found.state}, and without a manifest")
-        raise CheckpointError(
-            f"trainer.init_from: {folder} has no weights to begin with: {reason}.",
-            f"See what is wrong: keepstep verify {folder}. It must be a checkpoint of Keepstep.",
-        )
-
-
-def init_from_fingerprint(start: Start) -> str:
-    """What identifies the weights of a warm start; the recorded value where the checkpoint is gone by now."""
-    recorded = start.existing["contract"].get("init_from.fingerprint", "") if start.existing else ""
-    if start.init_from is None or (start.existing is not None and not start.config.trainer.init_from):
-        return recorded
-    if not (start.init_from / layout.MANIFEST).is_file():
-        # Gone by now, or never one: what it was is known as long as nothing else is named.
-        same = start.existing and start.existing["contract"].get("trainer.init_from") == start.config.trainer.init_from
-        return recorded if same else f"(no manifest in {start.init_from})"
-    files = parse((start.init_from / layout.MANIFEST).read_bytes()).files
-    weights = [f"{name} {files[name].tree}" for name in sorted(files) if layout.is_policy(name)]
-    return hashlib.sha256("\n".join(weights).encode()).hexdigest()
-
-
 def model_details(start: Start) -> list[str]:
     """Which of the model's files are not what they were, in words."""
     recorded = (start.existing or {}).get("model")
@@ -332,78 +250,6 @@ def model_details(start: Start) -> list[str]:
     now = start.config.actor_rollout_ref.model.path
     where = "the same path" if recorded["path"] == now else f"then {recorded['path']}"
     return [f"model {now} ({where}): {'; '.join(lines)}"]
-
-
-def next_checkpoint_bytes(start: Start) -> int:
-    """Size of the newest checkpoint here, else what the model lets expect."""
-    for step in reversed(start.run.steps()):
-        try:
-            return sum(path.stat().st_size for path in start.run.checkpoint(step).rglob("*") if path.is_file())
-        except FileNotFoundError:
-            # Retired while we look, by whoever trains this run.
-            continue
-    folder = model_folder(start.config.actor_rollout_ref.model.path, start.run)
-    return checkpoint_bytes(folder) if (folder / "config.json").is_file() else 0
-
-
-def size(num_bytes: int) -> str:
-    """Bytes as a person reads them."""
-    value, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} {units[0]}" if value >= 10 or units[0] == "bytes" else f"{value:.1f} {units[0]}"
-
-
-def make_plan(
-    config: RunConfig,
-    run: RunDir,
-    remote: Any,
-    existing: Record | None,
-    total_steps: int | None,
-    passed_over: Sequence[Rejection] = (),
-) -> ResumePlan:
-    """Where the run goes on; every candidate that is passed over is verified or named.
-
-    Raises:
-        CheckpointError: steps exist and none is usable, or the one that was asked for is not.
-    """
-    asked = config.trainer.resume_from_checkpoint
-    return plan(
-        run,
-        policy=config.resume.policy,
-        prefer_multiple=config.resume.prefer_multiple,
-        max_rewind_steps=config.resume.max_rewind_steps,
-        remote=remote,
-        expected_run_id=existing["run_id"] if existing else None,
-        only_step=asked_step(run, asked) if asked else None,
-        final_step=total_steps,
-        passed_over=passed_over,
-        without_scheduler=waivers.SCHEDULER in config.resume.allow,
-    )
-
-
-def asked_step(run: RunDir, asked: str) -> int:
-    """The step that `trainer.resume_from_checkpoint` names: a good checkpoint of this run, nothing else.
-
-    Raises:
-        CheckpointError: with what is wrong with it.
-    """
-    folder = Path(os.path.realpath(asked))
-    if folder == Path(os.path.realpath(run.checkpoints)) or folder == Path(os.path.realpath(run.root)):
-        raise CheckpointError(
-            f"trainer.resume_from_checkpoint: {asked} holds all checkpoints.",
-            f"Name one of them: keepstep ls {run.root}",
-        )
-    found = verify(folder)
-    reason = found.reasons[0] if found.reasons else ""
-    if not reason and folder.parent != Path(os.path.realpath(run.checkpoints)):
-        reason = f"it is not one of {run.checkpoints}"
-    if reason or not found.resumable or found.step is None:
-        raise CheckpointError(
-            f"trainer.resume_from_checkpoint: {asked} cannot be resumed from: {reason or found.state}.",
-            f"See what can: keepstep plan {run.root}",
-        )
-    return found.step
 
 
 def check_dataset(config: RunConfig, run: RunDir, existing: Record | None) -> tuple[list[str], list[str], Record]:
@@ -464,45 +310,6 @@ def make_again(config: RunConfig, run: RunDir, expected: str) -> None:
             f"{name} made here is not the model that {run.root} began with (fingerprint {found[:12]}…, recorded "
             f"{expected[:12]}…).",
             "Nothing was saved yet: start in a new trainer.output_dir.",
-        )
-
-
-def check_room(run: RunDir) -> None:
-    """Some room must be left where the run goes; the needs of a save are checked at the save."""
-    parent = existing_parent(run.root)
-    try:
-        # Asking for permission is not enough: some filesystems permit everything to root and take nothing.
-        tempfile.TemporaryFile(dir=parent).close()
-    except OSError as error:
-        raise ConfigError(
-            f"trainer.output_dir: {parent} takes no files: {error.strerror}.", "Give another folder."
-        ) from None
-    free = shutil.disk_usage(parent).free
-    if free < MIN_FREE_BYTES:
-        raise NoRoomError(
-            f"{parent}: {free // 1024**2} MiB free, at least {MIN_FREE_BYTES // 1024**2} MiB are needed.",
-            "Free space or move trainer.output_dir.",
-        )
-
-
-def existing_parent(path: Path) -> Path:
-    """The path itself or the nearest folder above it that exists."""
-    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
-
-
-def check_foreign(run: RunDir) -> None:
-    """A folder that holds something other than a Keepstep run is refused."""
-    if run.has_record() or not run.root.exists():
-        return
-    # What a start leaves that was killed between its lease and its record.
-    ours = {run.attempts.name, run.config.name}
-    names = {entry.name for entry in run.root.iterdir()} - ours
-    probes = (f".{run.record.name}.", f".{run.config.name}.", ".clock-", ".preflight-")
-    strangers = sorted(name for name in names if not name.startswith(probes))
-    if strangers:
-        raise ContractError(
-            f"trainer.output_dir: {run.root} holds {', '.join(strangers[:5])} but no run.json: not a Keepstep run.",
-            "Give an empty or new folder, or bring run.json back.",
         )
 
 

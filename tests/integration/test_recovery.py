@@ -19,7 +19,10 @@ def recovered(driver: Driver, number: int) -> None:
 
 
 def test_lost_workers_are_replaced_in_place(workspace: Path, reference: Driver):
-    """C160: engine, rank, then both at once; one attempt, and nothing but the steps since a checkpoint comes again."""
+    """C100, C160: engine, rank, then both at once; one attempt, and nothing but the steps since a checkpoint comes again.
+
+    After each the group meets and the engine has its weights before the next rollout: nobody waits for ever.
+    """
     hit = Driver(workspace / "in_place", [*OVERRIDES, "s3.embedded=false"], command="train")
     hit.start()
     hit.wait_for_step(3)
