@@ -19,7 +19,7 @@ def recovered(driver: Driver, number: int) -> None:
 
 
 def test_lost_workers_are_replaced_in_place(workspace: Path, reference: Driver):
-    """C100, C160: engine, rank, then both at once; one attempt, and nothing but the steps since a checkpoint comes again.
+    """C100, C160: engine, rank, then both at once; one attempt, and only the steps since a checkpoint come again.
 
     After each the group meets and the engine has its weights before the next rollout: nobody waits for ever.
     """
