@@ -21,9 +21,10 @@ from typing import Any
 
 from keepstep.config.load import load, to_yaml
 from keepstep.run import write_json
-from tests.unit import builder
+from tests.unit import builder, standing_run
 
 RESULTS = Path(__file__).parent / "results" / "commands.json"
+HEALTHY = Path(__file__).parents[1] / "tests" / "data" / "doctor" / "healthy"
 NUM_RUNS = 9
 BAR_S = 0.3
 
@@ -53,6 +54,10 @@ def measure() -> dict[str, Any]:
             "verify_quick_s": median_seconds(*keepstep, "verify", str(run.checkpoint(200)), "--quick"),
             "plan_s": median_seconds(*keepstep, "plan", str(run.root)),
             "ls_s": median_seconds(*keepstep, "ls", str(run.root)),
+            "doctor_s": median_seconds(*keepstep, "doctor", str(HEALTHY)),
+            "preflight_quick_s": median_seconds(
+                *keepstep, "preflight", "--quick", *standing_run.make(Path(folder) / "standing").overrides()
+            ),
             "bar_s": BAR_S,
             "num_checkpoints": 10,
             "num_runs": NUM_RUNS,

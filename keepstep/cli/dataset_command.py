@@ -43,7 +43,7 @@ class Verdict:
 
 
 def check(args: argparse.Namespace) -> int:
-    """0: the rows are the expected ones, or nothing is expected; 4: they are not."""
+    """0: the rows are the expected ones, or nothing is expected; 4: they are not, or there are none."""
     from keepstep.data.spec import resolve_files
     from keepstep.run import RunDir
 
@@ -100,6 +100,8 @@ def _names(found: Found) -> str:
 
 
 def _against_number(found: Found, expected: int | None) -> Verdict:
+    if expected is None and found.num_rows == 0:
+        return Verdict(None, "", [f"{_names(found)}: no rows, so there is nothing to train on"])
     if expected is None or expected == found.num_rows:
         return Verdict(expected, "--expect-rows")
     problem = f"{_names(found)}: {found.num_rows} rows, expected {expected}"

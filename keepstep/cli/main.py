@@ -114,7 +114,9 @@ def _add_training(commands: argparse._SubParsersAction) -> None:
             help="trainer.init_from leaves out tensors of other shapes; written down",
         )
     look.add_argument("--clean", action="store_true", help="end what earlier attempts of the run left running")
-    look.add_argument("--quick", action="store_true", help="leave out the checks that take seconds")
+    look.add_argument(
+        "--quick", action="store_true", help="leave out what loads libraries or calls the reward function"
+    )
     look.add_argument("--log", metavar="FILE", help="a log of the run, compared where its record is lost or foreign")
     look.add_argument("--json", action="store_true", help="one JSON object")
     # Arguments by which another process starts a trainer; not for people.

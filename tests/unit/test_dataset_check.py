@@ -13,7 +13,7 @@ import pytest
 from keepstep.cli.main import main
 from keepstep.data import record
 from keepstep.data.count import count_rows, read_rows
-from keepstep.errors import EXIT_DATA, EXIT_USAGE
+from keepstep.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 from keepstep.run import RunDir, write_json
 from tests.unit import builder
 
@@ -72,6 +72,15 @@ def test_deep_gives_the_digest_of_the_rows(shards: list[str], tmp_path: Path, ca
 
 
 # Against a run
+
+
+def test_no_rows_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty shard beside others is nothing unusual; nothing but empty ones is."""
+    empty = write(tmp_path / "empty.parquet", 0, 0)
+    assert main(["dataset", "check", empty]) == EXIT_DATA
+    assert f"{empty}: no rows, so there is nothing to train on" in capsys.readouterr().err
+    assert main(["dataset", "check", empty, write(tmp_path / "more.parquet", 0, 3)]) == EXIT_DONE
+    assert main(["dataset", "check", empty, "--expect-rows", "0"]) == EXIT_DONE
 
 
 def test_the_files_of_the_run(run: RunDir, shards: list[str], capsys: Any) -> None:
