@@ -238,8 +238,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(args.out / name)
     if values.variant == "one-node":
         print(
-            f"trainer.output_dir below {values.storage.mount_path} is node-local: it is lost with the pod, and a run goes "
-            "on from what the S3 store has confirmed."
+            f"trainer.output_dir below {values.storage.mount_path} is node-local: it is lost with the pod, and a run "
+            "goes on from what the S3 store has confirmed."
         )
     return 0
 

@@ -327,6 +327,23 @@ def test_values_are_checked_by_key(tmp_path: Path, found: Any, message: str):
     assert files == {}
 
 
+def test_the_document_tells_the_grace_periods_that_are_rendered(rendered):
+    """docs/kuberay.md: the column for the default grace of 30 s."""
+    text = (ROOT / "docs/kuberay.md").read_text()
+    told = {row[0]: int(row[-1]) for row in re.findall(r"^\| (.+?) \|.*\| (\d+) \|$", text, re.MULTILINE)}
+    assert RetryConfig().term_grace_s == told["trainer"] == 30
+    head, flow = (
+        pod_specs(rendered, "ray-cluster")[name]
+        for name in ("head", "prefect-worker.yaml")
+    )  # fmt: skip
+    command = [spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] for spec in (head, flow)]
+    assert [int(timeout_s) for timeout_s in command] == [
+        told["`leave_ray.py`, pre-stop hook of Ray's pods"], told["`leave_flows.py`, hook of the Prefect worker"]
+    ]  # fmt: skip
+    assert head["terminationGracePeriodSeconds"] == told["Ray pods, `terminationGracePeriodSeconds`"]
+    assert flow["terminationGracePeriodSeconds"] == told["its pod"]
+
+
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
