@@ -437,14 +437,23 @@ def test_a_dead_job_server_fails_no_pod():
     assert "the jobs were not stopped" in done.stderr
 
 
-WORKER = """
-import signal, subprocess, sys, time
-child = "import signal,sys,time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), print('saved', flush=True), sys.exit())); print('up', flush=True); time.sleep(60)"
-signal.signal(signal.SIGTERM, lambda *_: print('draining', flush=True))
+WORKER = r"""
+import os, signal, subprocess, sys
+child = '''
+import os, signal, sys, time
+def leave(*_):
+    time.sleep(0.5)
+    os.write(1, b"saved\\n")
+    sys.exit()
+signal.signal(signal.SIGTERM, leave)
+os.write(1, b"up\\n")
+time.sleep(60)
+'''
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"draining\n"))
 processes = [subprocess.Popen([sys.executable, "-c", child]) for _ in range(2)]
 for process in processes:
     process.wait()
-"""  # noqa: E501
+"""
 
 
 def test_flows_are_told_by_the_hook_since_their_worker_does_not():
@@ -461,10 +470,11 @@ def test_flows_are_told_by_the_hook_since_their_worker_does_not():
 
 
 def test_a_flow_that_stays_is_named_at_the_deadline():
-    stubborn = (
-        "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    stubborn = "import os,signal,time; signal.signal(15, signal.SIG_IGN); os.write(1, b'up\\n'); time.sleep(60)"
+    code = (
+        "import signal, subprocess, sys; signal.signal(15, lambda *_: None);"
+        f"subprocess.Popen([sys.executable, '-c', {stubborn!r}]).wait()"
     )
-    code = f"import subprocess,sys,signal; signal.signal(15, lambda *_: 0); p = subprocess.Popen([sys.executable, '-c', {stubborn!r}]); p.wait()"  # noqa: E501
     worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     names = hook("kubernetes/leave_flows.py")
     flows: list[int] = []
