@@ -56,7 +56,7 @@ def on_each_node(asked: Request) -> list[Check]:
         for call, name in calls.items():
             said, answers = ray.get(call, timeout=TIMEOUT_S)
             clock = node.answer_of(
-                "clock", partial(node.judge_clock, begin, said, end, "the asking node", asked.max_skew_s)
+                "node_clock", partial(node.judge_clock, begin, said, end, "the asking node", asked.max_skew_s)
             )
             found += [Check(**answer) for answer in [*answers, clock | {"node": name}]]
         return found

@@ -100,7 +100,7 @@ def check_nodes(session: Session) -> None:
     checks = on_each_node(node.request(session.config, session.run))
     session.events.emit("nodes_checked", checks=[check.to_record() for check in checks])
     for check in checks:
-        if check.status == FAIL and check.id in ("shared_folder", "clock"):
+        if check.status == FAIL and check.id in ("shared_folder", "clock", "node_clock"):
             raise ConfigError(f"{check.node}: {check.sentence}", check.remedy)
         if check.status == FAIL:
             # Perhaps what a killed attempt left there is still dying, or no worker of ours will stand there.

@@ -114,7 +114,7 @@ def test_every_node_of_the_cluster_is_asked(workspace: Path, cluster: Cluster):
         while len(found["port"]) < 2 and time.monotonic() < deadline:
             # The second node is still joining.
             found = preflight(workspace / "asked", cluster.address)
-        for name in ("port", "shared_folder", "clock"):
+        for name in ("port", "shared_folder", "clock", "node_clock"):
             assert [check["status"] for check in found[name]] == ["ok", "ok"], found[name]
             assert all(check["node"] for check in found[name])
         listener.bind(("127.0.0.1", 0))
