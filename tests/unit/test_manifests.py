@@ -16,14 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
 from keepstep.config.load import load
 from keepstep.config.schema import RetryConfig
 from keepstep.controller import launch
-
-jsonschema = pytest.importorskip("jsonschema")
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENTS = ROOT / "deployments"
