@@ -181,9 +181,12 @@ def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Eve
     threading.Thread(target=pass_on_stop, daemon=True).start()
     try:
         last, tail = _follow(_job_lines(client, job), on_event)
+        status = client.get_job_status(job)
+    except (OSError, RuntimeError) as error:
+        # The cluster's head is gone, and with it the job's log: another attempt finds it back, or another one.
+        return _lost(f"Ray job {job}: {config.ray.address} does not answer ({type(error).__name__}); it ended", [])
     finally:
         over.set()
-    status = client.get_job_status(job)
     if last is None and status == JobStatus.STOPPED:
         return {"event": "preempted", "class": "preempted", "message": f"Ray job {job} was stopped.", "retry": True}
     return last or _lost(f"Ray job {job} ended as {status}", tail)
