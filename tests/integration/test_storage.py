@@ -56,6 +56,7 @@ BIG_BYTES = 40 * 1024**2
 """Three parts of 16 MiB."""
 
 CONFIG_YAML = """
+algorithm: {adv_estimator: grpo}
 data: {train_files: none.parquet}
 actor_rollout_ref: {model: {path: none}}
 trainer: {output_dir: .}
