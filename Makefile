@@ -37,8 +37,8 @@ test-gpu: setup  ## on a machine with a CUDA device
 exact-%: setup  ## one kill by itself: rank, engine, controller, writer, flow, epoch_end, everything, store, sharded
 	$(BIN)/python -m pytest tests/integration/test_single_kills.py -m long -k "test_kill[$*] or test_$*" $(ARGS)
 
-exact: setup  ## all single kills, some fifteen minutes
-	$(BIN)/python -m pytest tests/integration/test_single_kills.py -m long $(ARGS)
+exact: setup  ## all single kills and the choice of a retry, some twenty minutes
+	$(BIN)/python -m pytest tests/integration/test_single_kills.py tests/integration/test_retry_choice.py -m long $(ARGS)
 
 bench-checkpoint: setup  ## what a save costs training, against torch.save and torch.distributed.checkpoint
 	$(BIN)/python -m benchmarks.checkpoint

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.driver import Driver, Event
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 SMALL_BATCH = [
     "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2",
