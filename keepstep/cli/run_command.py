@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from keepstep.checkpoint.history import verified_steps
+from keepstep.checkpoint.history import uploaded_steps, verified_steps
 from keepstep.cli.train_command import alone, completed, warn
 from keepstep.config.load import load, to_yaml
 from keepstep.config.schema import RunConfig
@@ -161,8 +161,7 @@ def summary(run: RunDir, result: dict[str, Any]) -> str:
 
 
 def _known_steps(run: RunDir) -> list[int]:
-    uploaded = {int(path.stem) for path in run.uploads.glob("*.json") if path.stem.isdecimal()}
-    return sorted({*run.steps(), *uploaded})
+    return sorted({*run.steps(), *uploaded_steps(run)})
 
 
 def _state(run: RunDir, step: int) -> str:

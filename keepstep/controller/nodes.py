@@ -30,7 +30,8 @@ TIMEOUT_S = 120.0
 def on_each_node(asked: Request) -> list[Check]:
     """Every check on every living node. Raises `NoProgressError` when a node does not answer."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from keepstep.controller.staging import start_on
 
     # Of a job on GPUs only the nodes that have one are asked: the others hold none of its workers.
     wanted = "GPU" if asked.device == "cuda" else "CPU"
@@ -43,9 +44,7 @@ def on_each_node(asked: Request) -> list[Check]:
             asked = replace(asked, token=token)
         calls = {}
         for entry in nodes:
-            pinned = NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False)
-            task = ray.remote(_answers).options(num_cpus=0, max_retries=0, scheduling_strategy=pinned)
-            calls[task.remote(asked)] = entry["NodeManagerHostname"]
+            calls[start_on(entry["NodeID"], _answers, asked)] = entry["NodeManagerHostname"]
         begin = time.time()
         _, late = ray.wait(list(calls), num_returns=len(calls), timeout=TIMEOUT_S)
         if late:

@@ -32,7 +32,7 @@ def staged(
         return
 
     def everywhere(function: Callable[..., Any], arguments: dict[str, tuple[Any, ...]]) -> list[Any]:
-        calls = [(f"node {node[:8]}", _start_on(node, function, *arguments[node])) for node in nodes]
+        calls = [(f"node {node[:8]}", start_on(node, function, *arguments[node])) for node in nodes]
         return supervisor.gather(calls, timeout_s, f"staging {folder}")
 
     try:
@@ -43,7 +43,8 @@ def staged(
         everywhere(clear, dict.fromkeys(nodes, (stage_dir, run_id)))
 
 
-def _start_on(node_id: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def start_on(node_id: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Reference to what `function` gives on that node; it asks for no core."""
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=pinned)
     return task.remote(*arguments)

@@ -53,7 +53,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
     """
     device = resolve_device(session.config.trainer.device)
     for index in range(NUM_ENGINES):
-        check_port(engine_port(session.config.actor_rollout_ref.rollout, index), "actor_rollout_ref.rollout.port")
+        check_port(engine_port(session.config.actor_rollout_ref.rollout, index), node.PORT_KEY)
     cluster = Cluster(session.config, session.run, session.attempt, device)
     saver: Saver | None = None
     try:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from keepstep.attempts import claim, leftovers
+from keepstep.attempts import Claim, claim, leftovers
 from keepstep.config.load import leaves, load
 from keepstep.config.schema import RunConfig
 from keepstep.errors import (
@@ -170,16 +170,15 @@ def _told(start: Start, log: str | None) -> str:
     if log is None and (start.existing is not None or not start.run.config.is_file()):
         raise SkipError("the contract is compared" if start.existing else "a first start: nothing tells of another")
     source = Path(log) if log else start.run.config
-    # A first start that was killed before its record leaves its config.yaml, which binds nobody.
     if not source.is_file():
         raise ConfigError(f"--log: {log} is not a file.", "Give a log of the run.")
-    then = settings_in(source.read_text(errors="replace")) if log else load(str(source)).model_dump(mode="json")
-    then = then if log else dict(leaves(then))
-    now = dict(leaves(config.model_dump(mode="json")))
+    then = settings_in(source.read_text(errors="replace")) if log else _settings_of(load(str(source)))
+    now = _settings_of(config)
     drifts = contract.compare(then, {key: now[key] for key in then if key in now}, contract.stated(config))
     compared = sum(key in now and contract.class_of(key) != contract.FREE for key in then)
     if not compared:
         raise ConfigError(f"{source} tells of no setting.", "It needs Keepstep's `key=value` lines, or verl's config.")
+    # A first start that was killed before its record leaves its config.yaml, which binds nobody.
     if log:
         contract.enforce(drifts, config.resume.allow, f"The run of {source}")
     if drifts:
@@ -187,9 +186,17 @@ def _told(start: Start, log: str | None) -> str:
     return f"{compared} settings are as {source} tells"
 
 
+def _settings_of(config: RunConfig) -> dict[str, Any]:
+    return dict(leaves(config.model_dump(mode="json")))
+
+
+def _claim(start: Start) -> Claim:
+    newest = max(start.run.attempt_numbers(), default=0)
+    return claim(start.run, newest, start.config.retry.lease_timeout_s)
+
+
 def _lease(start: Start) -> str:
-    numbers = start.run.attempt_numbers()
-    verdict = claim(start.run, max(numbers, default=0), start.config.retry.lease_timeout_s)
+    verdict = _claim(start)
     if not verdict.open:
         raise HeldError(
             f"{start.run.root} is held: {verdict.reason}.", "Wait for it, end it, or give another trainer.output_dir."
@@ -198,8 +205,7 @@ def _lease(start: Start) -> str:
 
 
 def _processes(start: Start) -> str:
-    numbers = start.run.attempt_numbers()
-    if not claim(start.run, max(numbers, default=0), start.config.retry.lease_timeout_s).open:
+    if not _claim(start).open:
         raise SkipError("the run is being trained: its processes are no leftovers")
     left = leftovers(start.run)
     if not left:

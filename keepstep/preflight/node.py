@@ -19,6 +19,7 @@ from typing import Any
 from keepstep.config.schema import RunConfig
 from keepstep.errors import ConfigError, KeepstepError
 from keepstep.preflight.device import resolve_device
+from keepstep.preflight.folder import existing_parent
 from keepstep.preflight.port import check_port, holder_of
 from keepstep.processes import hostname
 from keepstep.rollout.environment import PORTS_PER_ENGINE
@@ -53,13 +54,12 @@ class Request:
 
 
 def request(config: RunConfig, run: RunDir) -> Request:
-    folder = next(path for path in (run.root, *run.root.parents) if path.exists())
     return Request(
         num_engines=1,
         first_port=config.actor_rollout_ref.rollout.port,
         device=resolve_device(config.trainer.device),
         memory_share=config.actor_rollout_ref.rollout.gpu_memory_utilization,
-        folder=str(folder),
+        folder=str(existing_parent(run.root)),
         max_skew_s=config.retry.lease_timeout_s / 2,
     )
 
