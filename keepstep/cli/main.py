@@ -71,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"keepstep {keepstep.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_training(commands)
+    _add_platform(commands)
     _add_checkpoints(commands)
     _add_conversion(commands)
     _add_retention(commands)
@@ -125,6 +126,21 @@ def _add_training(commands: argparse._SubParsersAction) -> None:
     page = _add(commands, "ui", "run_command.ui", "keep the Prefect page of a run open")
     page.add_argument(
         "path", nargs="?", default=".", metavar="RUN", help="a run's folder, or the folder that holds runs"
+    )
+
+
+def _add_platform(commands: argparse._SubParsersAction) -> None:
+    up = _add(commands, "up", "platform_command.up", "Prefect server, worker, deployments and automations, unattended")
+    down = _add(commands, "down", "platform_command.down", "end what `up` started; its flow runs save and go on later")
+    for parser in (up, down):
+        parser.add_argument(
+            "dir", nargs="?", default="runs", metavar="DIR", help="the folder that holds runs (default: runs)"
+        )
+    up.add_argument(
+        "--database",
+        metavar="URL",
+        help="the Prefect server's database, postgresql+asyncpg://… (default: PREFECT_API_DATABASE_CONNECTION_URL, "
+        "which no process list shows, else SQLite)",
     )
 
 

@@ -1,12 +1,16 @@
-"""A supervisor of one embedded server: starts it, records it, ends it when nobody holds it any more.
+"""A supervisor of one server or worker: starts it, records it, ends it when nobody holds it any more.
 
-    python -m keepstep.platform.guard <platform folder> <role> <url> -- <server command ...>
+    python -m keepstep.platform.guard <platform folder> <role> <url> -- <command ...>
 
 A run may die by SIGKILL at any moment and must not leave servers behind, and two runs in one parent folder share a
 server. So neither run owns it: each puts a holder file (itself as a `ProcessRef`) under `holders/<role>/`, and this
 process, which belongs to none of them, watches the holders and ends the server's process group `GRACE_S` after the
-last one is gone. A server that ends while it is held is started again under its address, at most `MAX_RESTARTS` times.
-The environment of the server (credentials) is inherited, never written down.
+last one is gone. What ends while it is held is started again under its address: at once, then after ever longer
+pauses, up to `MAX_PAUSE_S`, until it has lived for `SETTLED_S`. The environment (credentials) is inherited, never
+written down.
+
+A worker's children lead sessions of their own (flow runs, which train on without their worker). They stand in
+`children/<role>.json`; when the guard is told to end, each is asked to leave and has `CHILDREN_GRACE_S` for it.
 
 Start and end exclude each other by a lock on `<role>.lock`, so a run that arrives while the server is being ended
 waits and then starts a new one.
@@ -25,13 +29,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keepstep.processes import ProcessRef, boot_id
+from keepstep.processes import ProcessRef, boot_id, terminate
 from keepstep.run import read_json, write_json
 
 POLL_S = 0.5
 GRACE_S = 3.0
 TERM_S = 4.0
-MAX_RESTARTS = 5
+SETTLED_S = 60.0
+MAX_PAUSE_S = 30.0
+CHILDREN_GRACE_S = 120.0
+"""A flow that is asked to leave takes `retry.term_grace_s` (30) + 20 for its trainer and 60 for its last task runs."""
 
 Record = dict[str, Any]
 
@@ -46,6 +53,10 @@ def log_path(platform: Path, role: str) -> Path:
 
 def holder_path(platform: Path, role: str, holder: ProcessRef) -> Path:
     return platform / "holders" / role / f"{holder.pid}-{holder.start_time}.json"
+
+
+def children_path(platform: Path, role: str) -> Path:
+    return platform / "children" / f"{role}.json"
 
 
 def read_record(path: Path) -> Record | None:
@@ -98,17 +109,58 @@ def _lock_within(handle: int, timeout_s: float) -> bool:
             time.sleep(0.1)
 
 
-def end_group(leader: ProcessRef, term_s: float = TERM_S) -> None:
-    """End the session that `leader` leads: SIGTERM, then SIGKILL to whatever is left of its process group."""
+def end_group(leader: ProcessRef, children: list[ProcessRef] = [], term_s: float = TERM_S) -> None:  # noqa: B006
+    """End the session that `leader` leads and those of its `children`: SIGTERM, then SIGKILL to whatever is left.
+
+    The leader gets one SIGTERM, since a second one kills a worker, and lives until its children have left: it is the
+    one that tells how they ended.
+    """
+    if leader.alive():
+        _signal_group(leader.pid, signal.SIGTERM)
+    terminate(children, grace_s=CHILDREN_GRACE_S)
     if not leader.alive():
         return
-    _signal_group(leader.pid, signal.SIGTERM)
     deadline = time.monotonic() + term_s
     while leader.alive() and time.monotonic() < deadline:
         time.sleep(0.05)
     _signal_group(leader.pid, signal.SIGKILL)
     while leader.alive() and time.monotonic() < deadline + 5.0:
         time.sleep(0.05)
+
+
+def end_recorded(platform: Path, role: str) -> None:
+    """End the guard of this role with all that it looks after; what a killed guard left behind likewise."""
+    record = read_record(record_path(platform, role))
+    children = live_children(platform, role)
+    if record is not None:
+        terminate([ProcessRef.from_record(record["guard"])], grace_s=CHILDREN_GRACE_S + TERM_S + 10.0)
+        end_group(ProcessRef.from_record(record["server"]), children)
+    terminate(children, grace_s=CHILDREN_GRACE_S)
+    for path in (record_path(platform, role), children_path(platform, role)):
+        path.unlink(missing_ok=True)
+
+
+def live_children(platform: Path, role: str) -> list[ProcessRef]:
+    """Recorded children of the server of this role that still run, also of a server that is gone."""
+    record = read_record(children_path(platform, role))
+    return [ref for ref in map(ProcessRef.from_record, record["children"] if record else []) if ref.alive()]
+
+
+def session_leaders(parent: int) -> list[int]:
+    """Children of `parent` that lead sessions of their own, which a signal to the parent's group does not reach."""
+    found: list[int] = []
+    try:
+        for path in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += [int(pid) for pid in path.read_text().split()]
+        return [pid for pid in found if os.getsid(pid) == pid]
+    except OSError:
+        # One of them ended in between: the next look tells.
+        return []
+
+
+def pause_s(num_ends: int) -> float:
+    """Seconds before the next start after so many ends in a row."""
+    return 0.0 if num_ends <= 1 else min(2.0 ** (num_ends - 2), MAX_PAUSE_S)
 
 
 def _signal_group(leader_pid: int, number: int) -> None:
@@ -119,39 +171,63 @@ def _signal_group(leader_pid: int, number: int) -> None:
 
 
 class Guard:
-    """The server that this process looks after."""
+    """The server or worker that this process looks after."""
 
     def __init__(self, platform: Path, role: str, url: str, command: list[str]) -> None:
         self._platform, self._role, self._url, self._command = platform, role, url, command
+        self._children = live_children(platform, role)
+        self._num_ends = 0
+        self._started: float = 0.0
+        self._ended: float | None = None
         self._process, self._server = self._start()
 
     def supervise(self) -> None:
-        """Return when the server has ended for good: nobody holds it, or it ends again and again."""
+        """Return when nobody holds it, or its folder is gone."""
         last_held = time.monotonic()
-        num_restarts = 0
         while True:
             time.sleep(POLL_S)
             if not self._is_recorded():
                 # The folder was deleted, perhaps made anew by another run: holders there are not this server's.
-                end_group(self._server)
+                end_group(self._server, self._children)
                 return
             if live_holders(self._platform, self._role):
                 last_held = time.monotonic()
             elif time.monotonic() - last_held >= GRACE_S and self._end_unless_held():
                 return
+            self._note_children()
             if self._process.poll() is not None:
-                if num_restarts == MAX_RESTARTS:
-                    return
-                # A run that holds it knows its address, so it comes back under the same one.
-                self._process, self._server = self._start()
-                num_restarts += 1
+                self._start_again()
 
     def end(self) -> None:
         if self._is_recorded():
             record_path(self._platform, self._role).unlink(missing_ok=True)
-        end_group(self._server)
+        end_group(self._server, self._children)
+
+    def _start_again(self) -> None:
+        """Start it under the same address, which those that hold it know, once its pause is over."""
+        now = time.monotonic()
+        if self._ended is None:
+            self._ended = now
+            self._num_ends = 1 if now - self._started >= SETTLED_S else self._num_ends + 1
+        if now - self._ended < pause_s(self._num_ends):
+            return
+        try:
+            self._process, self._server = self._start()
+        except (OSError, SystemExit) as error:
+            # An installation that is being replaced has no program for a while; the next pause is longer.
+            print(f"{self._role}: not started: {error}", file=sys.stderr, flush=True)
+
+    def _note_children(self) -> None:
+        """Record the server's children: they outlive it, and whoever ends it has to find them."""
+        found = [ProcessRef.of(pid, f"{self._role}-child") for pid in session_leaders(self._server.pid)]
+        children = [ref for ref in dict.fromkeys([*self._children, *found]) if ref is not None and ref.alive()]
+        if children != self._children:
+            self._children = children
+            records = [ref.to_record() for ref in children]
+            write_record(children_path(self._platform, self._role), children=records)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], ProcessRef]:
+        self._started, self._ended = time.monotonic(), None
         log = log_path(self._platform, self._role)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:

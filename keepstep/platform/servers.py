@@ -1,7 +1,7 @@
 """The embedded servers of a platform folder (`<parent of output_dir>/.keepstep/`): start or reuse, hold, release.
 
     s3/                     SeaweedFS data and credentials.json (mode 0600)
-    prefect/                PREFECT_HOME with the SQLite database
+    prefect/                PREFECT_HOME with the SQLite database; `port`, which the server takes again if it is free
     object-store.json       url, server and guard process of the running server, prefect-server.json likewise
     holders/<role>/         one file per process that uses it
     logs/<role>.log
@@ -11,6 +11,7 @@ Credentials live in their file and in environments, never in a record, a command
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -30,12 +31,13 @@ from typing import Any
 from keepstep.config.schema import EMBEDDED_BUCKET
 from keepstep.errors import ConfigError, KeepstepError, NoProgressError, StorageError
 from keepstep.platform import guard
-from keepstep.processes import ProcessRef, terminate
+from keepstep.processes import ProcessRef
 from keepstep.run import read_json, write_json
 
 OBJECT_STORE = "object-store"
 PREFECT_SERVER = "prefect-server"
 ROLES = (OBJECT_STORE, PREFECT_SERVER)
+DATABASE_VARIABLE = "PREFECT_API_DATABASE_CONNECTION_URL"
 BUCKET = EMBEDDED_BUCKET
 REGION = "us-east-1"
 OBJECT_STORE_START_S = 60.0
@@ -93,11 +95,15 @@ def object_store(platform: Path, holder: ProcessRef) -> ServerInfo:
     return _store_info(url, processes, env)
 
 
-def prefect_server(platform: Path, holder: ProcessRef) -> ServerInfo:
+def prefect_server(platform: Path, holder: ProcessRef, database: str | None = None) -> ServerInfo:
     """Start or reuse a Prefect server with its data under the platform folder, held by `holder`.
 
+    Args:
+        database: connection URL of another database than the SQLite file of the platform folder. It holds a password,
+            so it stands in the server's environment alone.
+
     Raises:
-        ConfigError: Prefect is not installed.
+        ConfigError: Prefect is not installed, or a server runs here with another database.
         NoProgressError: it did not answer /api/health within `PREFECT_START_S`.
     """
     if importlib.util.find_spec("prefect") is None:
@@ -112,9 +118,12 @@ def prefect_server(platform: Path, holder: ProcessRef) -> ServerInfo:
         # Leases in the server's memory would be lost with a restart, and the run that holds one be ended.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     }
+    if database is not None:
+        _check_database(platform, database)
+        env[DATABASE_VARIABLE] = database
 
     def command() -> tuple[list[str], str]:
-        (port,) = _free_ports(1)
+        port = _port_of_before(home / "port")
         server = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
         return server, f"http://127.0.0.1:{port}"
 
@@ -123,6 +132,35 @@ def prefect_server(platform: Path, holder: ProcessRef) -> ServerInfo:
 
     url, processes = _start_or_reuse(platform, PREFECT_SERVER, holder, command, ready, env, PREFECT_START_S)
     return ServerInfo(url, _port(url), processes, {"PREFECT_API_URL": f"{url}/api", "PREFECT_HOME": str(home)})
+
+
+def _check_database(platform: Path, database: str) -> None:
+    """Raise `ConfigError` when the server that runs here was not started with this database."""
+    record = guard.read_record(guard.record_path(platform, PREFECT_SERVER))
+    if record is None or not ProcessRef.from_record(record["server"]).alive():
+        return
+    wanted = f"{DATABASE_VARIABLE}={database}".encode()
+    if wanted not in Path(f"/proc/{record['server']['pid']}/environ").read_bytes().split(b"\0"):
+        raise ConfigError(
+            f"The Prefect server at {record['url']} runs with another database than the one that was given.",
+            f"keepstep down {platform.parent} ends it, once nothing else uses it; then start again.",
+        )
+
+
+def _port_of_before(path: Path) -> int:
+    """The port that `path` names, if it is free, else another one, which it names from now on.
+
+    Clients that outlived the server (flows, a shell's PREFECT_API_URL) find the next one under the same address.
+    """
+    with contextlib.suppress(OSError, ValueError), socket.socket() as one:
+        port = int(path.read_text())
+        # Connections of the ended server linger for a minute; the server itself sets this too.
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("127.0.0.1", port))
+        return port
+    (port,) = _free_ports(1)
+    path.write_text(f"{port}\n")
+    return port
 
 
 def release(platform: Path, holder: ProcessRef) -> None:
@@ -144,8 +182,13 @@ def status(platform: Path) -> dict[str, dict[str, Any]]:
 
 def running(platform: Path) -> list[ProcessRef]:
     """Every process of the servers that run for this platform folder, guards included."""
-    records = [guard.read_record(guard.record_path(platform, role)) for role in ROLES]
-    return [ref for record in records if record for ref in _processes(record) if ref.alive()]
+    return [ref for processes in recorded(platform).values() for ref in processes if ref.alive()]
+
+
+def recorded(platform: Path) -> dict[str, list[ProcessRef]]:
+    """`{role: [server, guard]}` of the servers of this platform folder that have a record."""
+    records = {role: guard.read_record(guard.record_path(platform, role)) for role in ROLES}
+    return {role: _processes(record) for role, record in records.items() if record}
 
 
 def running_object_store(platform: Path) -> ServerInfo | None:
@@ -180,15 +223,14 @@ def _start_or_reuse(
                 guarded = ProcessRef.from_record(record["guard"]).alive()
                 if guarded and _within(RESTART_S, ready, record["url"]):
                     return record["url"], _processes(guard.read_record(record_path) or record)
-                terminate([ProcessRef.from_record(record["guard"])], grace_s=guard.TERM_S + 1.0)
-                guard.end_group(ProcessRef.from_record(record["server"]))
-            return _start(platform, role, command, ready, env, timeout_s)
+                guard.end_recorded(platform, role)
+            return start_guarded(platform, role, command, ready, env, timeout_s)
         except BaseException:
             guard.holder_path(platform, role, holder).unlink(missing_ok=True)
             raise
 
 
-def _start(
+def start_guarded(
     platform: Path,
     role: str,
     command: Callable[[], tuple[list[str], str]],
@@ -196,6 +238,14 @@ def _start(
     env: dict[str, str],
     timeout_s: float,
 ) -> tuple[str, list[ProcessRef]]:
+    """Start what `command` gives (command line, url) under a guard of its own and wait until it is ready.
+
+    Returns:
+        The url, and the processes: the started one and its guard.
+
+    Raises:
+        NoProgressError: it was not ready within `timeout_s`, or ended while starting, `START_TRIES` times.
+    """
     # Between the choice of a free port and its use another process may take it: another try takes other ports.
     for _ in range(START_TRIES):
         server_command, url = command()

@@ -17,6 +17,7 @@ SURFACE = {
     "keepstep dataset": ["ACTION"],
     "keepstep dataset check": ["--deep", "--expect-rows", "--json", "--log", "--run", "FILES"],
     "keepstep doctor": ["--json", "RUN"],
+    "keepstep down": ["DIR"],
     "keepstep download": ["--json", "--step", "RUN"],
     "keepstep export": ["--dtype", "--json", "CHECKPOINT", "OUT"],
     "keepstep ls": ["--json", "--remote", "RUN"],
@@ -27,6 +28,7 @@ SURFACE = {
     "keepstep run": TRAINING,
     "keepstep train": TRAINING,
     "keepstep ui": ["RUN"],
+    "keepstep up": ["--database", "DIR"],
     "keepstep upload": ["--json", "--step", "RUN"],
     "keepstep verify": ["--json", "--quick", "PATH"],
 }

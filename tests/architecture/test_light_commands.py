@@ -60,6 +60,12 @@ def test_looking_is_light(run: RunDir, command: str):
     assert "pyarrow" not in found["modules"]
 
 
+def test_taking_nothing_down_is_light(tmp_path: Path):
+    found = report("down", str(tmp_path))
+    assert found["status"] == 0
+    assert not (HEAVY | {"pyarrow"}) & set(found["modules"])
+
+
 def test_dataset_check_is_light(tmp_path: Path):
     import pyarrow
     import pyarrow.parquet
@@ -85,6 +91,7 @@ LIGHT_MODULES = [
     "keepstep.checkpoint.select",
     "keepstep.checkpoint.verify",
     "keepstep.cli.main",
+    "keepstep.cli.platform_command",
     "keepstep.config.load",
     "keepstep.data.count",
     "keepstep.data.file_check",
@@ -98,6 +105,8 @@ LIGHT_MODULES = [
     "keepstep.data.trouble",
     "keepstep.doctor.rules",
     "keepstep.events.log",
+    "keepstep.platform.automations",
+    "keepstep.platform.guard",
     "keepstep.preflight.checks",
     "keepstep.preflight.start",
     "keepstep.processes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import ConfigError
-from keepstep.platform import servers
+from keepstep.platform import guard, servers
 from keepstep.processes import ProcessRef
 
 pytestmark = pytest.mark.integration
@@ -161,3 +162,87 @@ def test_prefect_server_answers_and_ends_with_its_holder(tmp_path: Path, new_hol
     assert (platform / "prefect" / "prefect.db").is_file()
     os.kill(holder.pid, signal.SIGKILL)
     assert gone_within(info.processes, 12.0)
+
+
+CHILD = """
+import pathlib, signal, sys, time
+def leave(*_):
+    time.sleep(1)
+    pathlib.Path(sys.argv[1], "left").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, leave)
+pathlib.Path(sys.argv[1], "ready").touch()
+time.sleep(300)
+"""
+
+WORKER = """
+import os, pathlib, signal, subprocess, sys, time
+folder = pathlib.Path(sys.argv[1])
+def asked(*_):
+    with (folder / "asked").open("a") as file:
+        file.write(f"child left: {(folder / 'left').exists()}\\n")
+signal.signal(signal.SIGTERM, asked)
+if not (folder / "ready").exists():
+    subprocess.Popen([sys.executable, folder / "child.py", folder], start_new_session=True)
+(folder / f"up-{os.getpid()}").touch()
+while not (folder / "left").exists():
+    time.sleep(0.05)
+(folder / "told").touch()
+"""
+
+
+def within(seconds: float, condition: Callable[[], object]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def test_children_outlive_their_worker_and_are_asked_to_leave(tmp_path: Path, new_holder) -> None:
+    """C139: a killed worker comes back; what it had started lives on, is found at the end and has time to leave."""
+    platform, role = tmp_path / ".keepstep", "prefect-worker"
+    holder = new_holder()
+    guard.write_record(guard.holder_path(platform, role, holder), holder=holder.to_record())
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "child.py").write_text(CHILD)
+    command = [sys.executable, str(tmp_path / "worker.py"), str(tmp_path)]
+    url, processes = servers.start_guarded(
+        platform, role, lambda: (command, "none"), lambda _: (tmp_path / "ready").exists(), dict(os.environ), 30.0
+    )
+    assert url == "none"
+    assert within(5, lambda: guard.live_children(platform, role))
+    (child,) = guard.live_children(platform, role)
+
+    def worker() -> ProcessRef:
+        record = guard.read_record(guard.record_path(platform, role))
+        assert record is not None
+        return ProcessRef.from_record(record["server"])
+
+    os.kill(processes[0].pid, signal.SIGKILL)
+    assert within(10, lambda: worker() != processes[0] and (tmp_path / f"up-{worker().pid}").exists())
+    assert child.alive() and guard.live_children(platform, role) == [child]
+
+    second = worker()
+    guard.end_recorded(platform, role)
+    assert not any(ref.alive() for ref in (child, second, processes[1]))
+    assert (tmp_path / "told").exists(), "the worker was ended before it could tell how its child ended"
+    assert (tmp_path / "asked").read_text() == "child left: False\n", "a second SIGTERM ends a worker at once"
+
+
+def test_guard_that_was_killed_leaves_nothing_to_the_next_end(tmp_path: Path, new_holder) -> None:
+    platform = tmp_path / ".keepstep"
+    server, its_guard = servers.object_store(platform, new_holder()).processes
+    os.kill(its_guard.pid, signal.SIGKILL)
+    guard.end_recorded(platform, servers.OBJECT_STORE)
+    assert not server.alive() and servers.recorded(platform) == {}
+
+
+def test_prefect_server_takes_its_port_again_unless_it_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "port"
+    first = servers._port_of_before(path)
+    assert servers._port_of_before(path) == first
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", first))
+        other.listen()
+        second = servers._port_of_before(path)
+    assert second != first and servers._port_of_before(path) == second

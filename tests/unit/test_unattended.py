@@ -1,0 +1,195 @@
+"""The window of silence, the automations and their installation, the pauses of a guard, and the document's commands."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shlex
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from keepstep.cli.main import build_parser
+from keepstep.cli.run_command import PREFECT_DEFAULTS
+from keepstep.errors import ConfigError, KeepstepError
+from keepstep.platform import api, automations, guard, windows
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = yaml.safe_load((ROOT / "deployments" / "automations.yaml").read_text())["automations"]
+DEPLOYMENTS = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())
+POOLS = [deployment["work_pool"] for deployment in DEPLOYMENTS["deployments"]]
+
+
+def proactive() -> list[dict[str, Any]]:
+    return [one for one in SHIPPED if one["trigger"]["posture"] == "Proactive"]
+
+
+def test_window_covers_three_heartbeats_and_the_longest_outage():
+    """C133: the client sits out 2 + 4 + … + 2^8 = 510 s, so 3 x 60 + 510 = 690 s."""
+    assert windows.longest_outage_s() == 510
+    assert windows.silence_window_s() == 690
+    assert windows.silence_window_s(heartbeat_s=30, outage_s=20) == 110
+    assert windows.HEARTBEAT_S >= 30, "Prefect refuses a shorter one"
+
+
+def test_every_file_has_the_one_window():
+    assert [one["trigger"]["within"] for one in proactive()] == [windows.silence_window_s()] * 2
+    for environment in [pool["job_variables"]["env"] for pool in POOLS] + [PREFECT_DEFAULTS]:
+        assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(windows.HEARTBEAT_S)
+        assert environment["PREFECT_CLIENT_MAX_RETRIES"] == str(windows.CLIENT_MAX_RETRIES)
+    for document in ("unattended.md", "kuberay.md"):
+        assert f"{windows.silence_window_s()} s" in (ROOT / "docs" / document).read_text()
+
+
+def test_a_flow_run_outlives_its_worker_and_waits_for_no_slot():
+    """C140, C142: a pipe to the worker would end it with the worker; the folder decides over a second one."""
+    assert all(pool["job_variables"]["stream_output"] is False for pool in POOLS)
+    assert not any("concurrency_limit" in deployment for deployment in DEPLOYMENTS["deployments"])
+
+
+def test_automations_act_on_the_training_flow_and_only_a_crash_is_tried_again():
+    for one in SHIPPED:
+        assert one["trigger"]["match_related"] == {
+            "prefect.resource.role": "flow",
+            "prefect.resource.name": api.FLOW,
+        }
+        assert one["trigger"]["for_each"] == ["prefect.resource.id"]
+    again = [one for one in SHIPPED if any(action["state"] == "SCHEDULED" for action in one["actions"])]
+    assert [one["trigger"]["expect"] for one in again] == [["prefect.flow-run.Crashed"]]
+
+
+def test_silence_is_waited_for_from_the_moment_that_a_worker_takes_a_run():
+    """C131: a worker may die between taking a run and the flow's first heartbeat."""
+    (silent,) = [one for one in proactive() if one["actions"][0]["state"] == "CRASHED"]
+    begins = {"prefect.flow-run.Pending", "prefect.flow-run.Running", "prefect.flow-run.heartbeat"}
+    assert set(silent["trigger"]["after"]) == begins
+    assert begins <= set(silent["trigger"]["expect"]), "each of them begins the window anew"
+
+
+def as_found(automation: dict[str, Any], id: str) -> dict[str, Any]:
+    """As the server gives it back: with defaults, names of events in another order, the window as a float."""
+    found = copy.deepcopy(automation) | {"id": id, "description": "", "tags": []}
+    trigger = found["trigger"] | {"id": "t", "within": float(automation["trigger"]["within"])}
+    trigger["expect"] = list(reversed(trigger["expect"]))
+    found["trigger"] = trigger
+    found["actions"] = [action | {"force": False} for action in found["actions"]]
+    return found
+
+
+def actions(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[tuple[str, str | None]]:
+    return [(change.action, change.id) for change in automations.changes(found, wanted)]
+
+
+def test_installation_is_once_by_name():
+    """A second automation of one name would act a second time; an update forgets which runs it is waiting for."""
+    wanted = SHIPPED[:1]
+    kept = as_found(SHIPPED[0], "a")
+    assert actions([], wanted) == [("create", None)]
+    assert actions([kept], wanted) == [("keep", "a")]
+    assert actions([as_found(SHIPPED[1], "z"), kept], wanted) == [("keep", "a")]
+    other = as_found(SHIPPED[0], "b")
+    other["trigger"]["within"] = 90.0
+    assert actions([other], wanted) == [("update", "b")]
+    assert actions([other, kept], wanted) == [("keep", "a"), ("delete", "b")]
+    paused = kept | {"enabled": False}
+    assert actions([paused], wanted) == [("update", "a")]
+    fewer = copy.deepcopy(kept)
+    fewer["trigger"]["expect"].pop()
+    assert actions([fewer], wanted) == [("update", "a")]
+    assert actions([kept | {"actions": []}], wanted) == [("update", "a")]
+
+
+def test_a_scaled_window_is_that_of_the_proactive_ones_alone():
+    loaded = automations.load(ROOT / "deployments" / "automations.yaml", 75.0)
+    assert {one["name"]: one["trigger"]["within"] for one in loaded} == {
+        "keepstep-silent-runs-crashed": 75.0,
+        "keepstep-crashed-runs-again": 0,
+        "keepstep-starts-in-vain-failed": 300,
+        "keepstep-cancelling-runs-cancelled": 75.0,
+    }
+    assert automations.silence_s(loaded) == 75.0
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-5", "nan", "inf", ""])
+def test_a_window_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str):
+    monkeypatch.setenv(automations.SILENCE_VARIABLE, text)
+    with pytest.raises(ConfigError, match=automations.SILENCE_VARIABLE):
+        automations.silence_of_environment()
+
+
+def test_pauses_of_a_guard_grow_to_half_a_minute():
+    assert [guard.pause_s(number) for number in range(1, 9)] == [0, 1, 2, 4, 8, 16, 30, 30]
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[tuple[int, str]], list[Any]]]:
+    """(url, answers that it gives in order, what it was asked)."""
+    answers: list[tuple[int, str]] = []
+    asked: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append((self.path, json.loads(body), self.headers.get("Authorization")))
+            status, text = answers.pop(0)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    httpd = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{httpd.server_port}/api", answers, asked
+    httpd.shutdown()
+    thread.join()
+    httpd.server_close()
+
+
+def test_a_busy_server_is_asked_again_and_a_refusal_is_told(server, monkeypatch: pytest.MonkeyPatch):
+    """SQLite that is locked for a moment must not fail a start."""
+    url, answers, asked = server
+    monkeypatch.setattr(api, "BUSY_WAITS_S", (0.0, 0.0))
+    client = api.PrefectApi(url)
+    answers += [(503, "locked"), (503, "locked"), (200, '{"id": 1}'), (422, "no such state"), *[(503, "locked")] * 3]
+    assert client.ask("POST", "a/", {"b": 1}) == {"id": 1}
+    assert asked == [("/api/a/", {"b": 1}, None)] * 3
+    with pytest.raises(KeepstepError, match=r"POST a/ was refused \(422\): no such state"):
+        client.ask("POST", "a/", {})
+    with pytest.raises(KeepstepError, match="503"):
+        client.ask("POST", "a/", {})
+    assert answers == []
+
+
+def test_a_key_of_the_environment_is_sent_and_not_shown(server, monkeypatch: pytest.MonkeyPatch):
+    url, answers, asked = server
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    monkeypatch.setenv("PREFECT_API_KEY", "pnu_secret")
+    answers.append((200, "[]"))
+    client = api.PrefectApi.of_environment()
+    assert client.ask("POST", "a/", {}) == []
+    assert asked[0][2] == "Bearer pnu_secret"
+    assert "pnu_secret" not in repr(client)
+
+
+def test_commands_of_the_document_exist():
+    """Those of Keepstep parse; those of Prefect are run by tests/integration/test_unattended.py."""
+    fences = re.findall(r"^```\n(.*?)^```", (ROOT / "docs" / "unattended.md").read_text(), re.DOTALL | re.MULTILINE)
+    lines = [shlex.split(line, comments=True) for fence in fences for line in fence.splitlines()]
+    found = [line[line.index("keepstep") + 1 :] for line in lines if "keepstep" in line]
+    assert len(found) == 3
+    for arguments in found:
+        build_parser().parse_args(arguments)
+    modules = [line[line.index("-m") + 1] for line in lines if "-m" in line]
+    assert modules == [automations.__spec__.name]
+    assert [line[:4] for line in lines if line[:1] == ["prefect"]] == [
+        ["prefect", "deployment", "run", "grpo-train/quickstart"]
+    ]
