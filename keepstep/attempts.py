@@ -4,10 +4,11 @@ An attempt takes the next number by exclusive create of `attempts/<n>.json` and 
 The highest number owns the run; every other one is stale and may write nothing.
 
 Owner is the process that trains (the controller). A flow that started it stands in `processes`; when the flow is
-dead and its trainer still lives, the next start fences the trainer and ends it.
+dead and its trainer still lives, the next start fences the trainer and ends it. Whether a flow on another host lives is
+told by its own heartbeat, `attempts/<n>.flow.json`.
 
 Concurrency: one heartbeat thread per attempt. It consumes nothing, rewrites the record every `heartbeat_s`, sets
-`fenced` when a higher number appears, and stops when `close` sets its event.
+`fenced` when a higher number appears, and stops when `close` sets its event. A flow has one of its own, in its process.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from keepstep.errors import FencedError, HeldError
@@ -37,7 +39,7 @@ class Claim:
     """What the newest attempt of a run means for a new start.
 
     kind: `free` (none, or ended), `dead` (owner gone), `silent` (other host, heartbeat too old),
-    `orphan` (trainer alive, its flow dead), `held` (alive: refuse).
+    `orphan` (trainer alive, its flow dead or silent), `held` (alive: refuse).
     """
 
     kind: str
@@ -56,8 +58,15 @@ def judge(
     host: str,
     boot: str,
     lease_timeout_s: float,
+    flow_heartbeat: float | None = None,
+    starter: ProcessRef | None = None,
 ) -> Claim:
-    """Decide whether a new attempt may take over from the newest recorded one. Pure: everything is handed in."""
+    """Decide whether a new attempt may take over from the newest recorded one. Pure: everything is handed in.
+
+    Args:
+        flow_heartbeat: when the flow of that attempt was last heard of; None: it never was.
+        starter: the flow that starts the new attempt.
+    """
     if record is None:
         return Claim("free", "no earlier attempt")
     number, owner = record["attempt"], record["owner"]
@@ -67,17 +76,29 @@ def judge(
         silence_s = now - record["heartbeat"]
         if silence_s > lease_timeout_s:
             return Claim("silent", f"attempt {number} on {owner['host']} has been silent for {silence_s:.0f} s")
-        return Claim("held", f"attempt {number} runs on {owner['host']} (last heartbeat {silence_s:.0f} s ago)")
-    if owner["boot_id"] != boot:
+        held = f"attempt {number} runs on {owner['host']} (last heartbeat {silence_s:.0f} s ago)"
+    elif owner["boot_id"] != boot:
         return Claim("dead", f"attempt {number} ran before this machine's last boot")
-    if not alive(ProcessRef("controller", owner["pid"], owner["start_time"], host)):
+    elif not alive(ProcessRef("controller", owner["pid"], owner["start_time"], host)):
         return Claim("dead", f"attempt {number}'s process {owner['pid']} is gone")
-    flows = [ProcessRef.from_record(process) for process in record["processes"] if process["role"] == "flow"]
-    # A flow on another host cannot be looked at from here: it counts as alive as long as its trainer does.
-    if flows and all(flow.host == host and not alive(flow) for flow in flows):
-        return Claim("orphan", f"attempt {number}'s trainer {owner['pid']} outlived its flow {flows[0].pid}")
-    by = f", started by process {flows[0].pid}" if flows else ""
-    return Claim("held", f"attempt {number} runs on this host as process {owner['pid']}{by}")
+    else:
+        held = f"attempt {number} runs on this host as process {owner['pid']}"
+    flow = next((ProcessRef.from_record(entry) for entry in record["processes"] if entry["role"] == "flow"), None)
+    if flow is None:
+        return Claim("held", held)
+    trainer = f"attempt {number}'s trainer {owner['pid']}"
+    if starter is not None and _same(flow, starter):
+        return Claim("orphan", f"{trainer} was given up by its flow {flow.pid}, which starts another")
+    if flow.host == host and not alive(flow):
+        return Claim("orphan", f"{trainer} outlived its flow {flow.pid}")
+    silence_s = now - flow_heartbeat if flow.host != host and flow_heartbeat is not None else 0.0
+    if silence_s > lease_timeout_s:
+        return Claim("orphan", f"{trainer} outlived its flow on {flow.host}, silent for {silence_s:.0f} s")
+    return Claim("held", f"{held}, started by process {flow.pid} on {flow.host}")
+
+
+def _same(one: ProcessRef, other: ProcessRef) -> bool:
+    return (one.host, one.pid, one.start_time) == (other.host, other.pid, other.start_time)
 
 
 def newest_record(run: RunDir) -> Record | None:
@@ -85,7 +106,7 @@ def newest_record(run: RunDir) -> Record | None:
     return read_json(run.attempt(numbers[-1])) if numbers else None
 
 
-def claim(run: RunDir, number: int, lease_timeout_s: float) -> Claim:
+def claim(run: RunDir, number: int, lease_timeout_s: float, starter: ProcessRef | None = None) -> Claim:
     """`judge` on attempt `number` (0: there is none), here and now."""
     return judge(
         read_json(run.attempt(number)) if number else None,
@@ -94,7 +115,22 @@ def claim(run: RunDir, number: int, lease_timeout_s: float) -> Claim:
         host=hostname(),
         boot=boot_id(),
         lease_timeout_s=lease_timeout_s,
+        flow_heartbeat=flow_heartbeat(run, number),
+        starter=starter,
     )
+
+
+def flow_heartbeat_file(run: RunDir, number: int) -> Path:
+    """Written by the flow of attempt `number`, and by nobody else."""
+    return run.attempt(number).with_suffix(".flow.json")
+
+
+def flow_heartbeat(run: RunDir, number: int) -> float | None:
+    """When the flow of an attempt was last heard of (seconds since the epoch); None: never."""
+    try:
+        return float(read_json(flow_heartbeat_file(run, number))["heartbeat"])
+    except FileNotFoundError:
+        return None
 
 
 def mark(run: RunDir, number: int) -> str:
@@ -167,7 +203,8 @@ class Attempt:
         """
         # One listing for both: judged and numbered from different ones, several simultaneous starts would each win.
         newest = max(run.attempt_numbers(), default=0)
-        verdict = claim(run, newest, lease_timeout_s)
+        starter = next((ref for ref in others if ref.role == "flow"), None)
+        verdict = claim(run, newest, lease_timeout_s, starter)
         if not verdict.open:
             raise HeldError(
                 f"{run.root} is held: {verdict.reason}.",
@@ -232,6 +269,46 @@ class Attempt:
     def _write(self) -> None:
         self._record["heartbeat"] = time.time()
         write_json(self.run.attempt(self.number), self._record)
+
+
+class FlowHeartbeat:
+    """A flow's sign of life beside the attempt that it follows, for starts on other hosts. Use as a context manager.
+
+    Concurrency: one thread, from the first event of the attempt to the end of the context; it consumes nothing and
+    rewrites `attempts/<n>.flow.json` every `heartbeat_s`.
+    """
+
+    def __init__(self, run: RunDir, heartbeat_s: float) -> None:
+        self._run = run
+        self._heartbeat_s = heartbeat_s
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> FlowHeartbeat:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+
+    def heed(self, event: Record) -> None:
+        """Begin with the attempt that this event is about: before there is one, nothing is written into the run."""
+        if self._thread is None and "attempt" in event:
+            self._thread = threading.Thread(
+                target=self._beat, args=(event["attempt"],), name="flow-heartbeat", daemon=True
+            )
+            self._thread.start()
+
+    def _beat(self, number: int) -> None:
+        path, flow = flow_heartbeat_file(self._run, number), ProcessRef.current("flow").to_record()
+        while True:
+            try:
+                write_json(path, flow | {"heartbeat": time.time()})
+            except OSError as error:
+                logger.warning("no heartbeat of the flow written: %s", error)
+            if self._closed.wait(self._heartbeat_s):
+                return
 
 
 def is_fenced(run: RunDir, number: int) -> bool:

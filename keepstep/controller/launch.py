@@ -7,6 +7,7 @@ Concurrency:
   reader (caller's thread)  consumes the trainer's output until it ends; hands events to `on_event`
   silence watcher           ends a trainer of which nothing was heard for longer than its longest legitimate act
   stop watcher              waits for `stop` or the trainer's end (0.2 s polls); sends SIGTERM, or stops the job
+  flow heartbeat            of a job only: says to other hosts that this process, which follows it, lives
   the trainer's stdin       is a pipe that this process holds: it ends within seconds of this process's death
 """
 
@@ -19,8 +20,10 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any
+from dataclasses import dataclass, field
+from typing import IO, Any, Protocol
 
 from keepstep import attempts, errors
 from keepstep.config.schema import RunConfig
@@ -34,6 +37,9 @@ TERMINAL_EVENTS = ("finished", "failed", "preempted", "fenced")
 POLL_S = 0.2
 JOB_POLL_S = 1.0
 SILENCE_MARGIN_S = 120.0
+REQUEST_TIMEOUT_S = 30.0
+HEAD_PATIENCE_S = 30.0
+"""How long a job server that does not answer may come back, before its cluster counts as lost."""
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
@@ -100,10 +106,17 @@ def _run_child(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> E
     return last or _lost(f"the trainer's process {process.pid} ended with {status}", tail)
 
 
+class _Trainer(Protocol):
+    """A trainer that can be looked at and ended."""
+
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+
+
 class _Silence:
     """Ends a trainer that says nothing for longer than anything it does may take."""
 
-    def __init__(self, config: RunConfig, process: subprocess.Popen[str]) -> None:
+    def __init__(self, config: RunConfig, process: _Trainer) -> None:
         longest = (
             config.timeouts.start_s,
             config.timeouts.step_s,
@@ -164,32 +177,75 @@ def _end_leftovers(config: RunConfig, pid: int) -> None:
         attempts.end_leftovers(run, before=record["attempt"] + 1)
 
 
+@dataclass
+class _Job:
+    """A Ray job that trains."""
+
+    client: Any
+    name: str
+    over: threading.Event = field(default_factory=threading.Event)
+    """It has ended, or is followed no longer."""
+
+    def poll(self) -> int | None:
+        return 0 if self.over.is_set() else None
+
+    def kill(self) -> None:
+        self.over.set()
+        self.stop()
+
+    def stop(self) -> bool:
+        """Whether the cluster was told; one that does not answer is noticed by whoever follows the job."""
+        try:
+            self.client.stop_job(self.name)
+        except (OSError, RuntimeError):
+            return False
+        return True
+
+    def pass_on(self, stop: threading.Event) -> None:
+        while not self.over.is_set():
+            if stop.wait(POLL_S) and (self.stop() or self.over.wait(JOB_POLL_S)):
+                return
+
+
 def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Event:
     from ray.job_submission import JobStatus
 
-    client, job = _submit_job(
+    client, name = _submit_job(
         config, "python -m keepstep.cli.main train --from-env --events-stdout", _variables(config)
     )
-    over = threading.Event()
-
-    def pass_on_stop() -> None:
-        while not over.is_set() and not stop.wait(POLL_S):
-            pass
-        if not over.is_set():
-            client.stop_job(job)
-
-    threading.Thread(target=pass_on_stop, daemon=True).start()
+    job = _Job(client, name)
+    silence = _Silence(config, job)
+    for watch in (lambda: job.pass_on(stop), silence.watch):
+        threading.Thread(target=watch, daemon=True).start()
+    ended: Event | None = None
     try:
-        last, tail = _follow(_job_lines(client, job), on_event)
-        status = client.get_job_status(job)
+        with attempts.FlowHeartbeat(RunDir.at(config.trainer.output_dir), config.retry.heartbeat_s) as heartbeat:
+
+            def heard(event: Event) -> None:
+                nonlocal ended
+                if event["event"] in TERMINAL_EVENTS:
+                    ended = event
+                if not config.trainer.debug:
+                    heartbeat.heed(event)
+                on_event(event)
+
+            last, tail = _follow(_job_lines(client, name, job.over), silence.breaking(heard))
+        if silence.too_long:
+            message = f"Nothing was heard of Ray job {name} on {config.ray.address} for {silence.limit_s:.0f} s"
+            return terminal_event(errors.NoProgressError(f"{message}: it was stopped."))
+        status = client.get_job_status(name)
     except (OSError, RuntimeError) as error:
+        if ended is not None:
+            # It had said how it ended before its head went.
+            return ended
         # The cluster's head is gone, and with it the job's log: another attempt finds it back, or another one.
-        return _lost(f"Ray job {job}: {config.ray.address} does not answer ({type(error).__name__}); it ended", [])
+        what = f"The cluster at {config.ray.address} does not answer, or forgot Ray job {name}"
+        return _lost(f"{what} ({type(error).__name__}); the job ended", [])
     finally:
-        over.set()
+        job.over.set()
     if last is None and status == JobStatus.STOPPED:
-        return {"event": "preempted", "class": "preempted", "message": f"Ray job {job} was stopped.", "retry": True}
-    return last or _lost(f"Ray job {job} ended as {status}", tail)
+        return {"event": "preempted", "class": "preempted", "message": f"Ray job {name} was stopped.", "retry": True}
+    return last or _lost(f"Ray job {name} ended as {status}", tail)
 
 
 def job_output(config: RunConfig, entrypoint: str, environment: dict[str, str], timeout_s: float) -> list[str]:
@@ -208,7 +264,7 @@ def job_output(config: RunConfig, entrypoint: str, environment: dict[str, str], 
                 "See whether its cluster is full.",
             )
         time.sleep(JOB_POLL_S)
-    return list(_job_lines(client, job))
+    return list(_job_lines(client, job, threading.Event()))
 
 
 def _submit_job(config: RunConfig, entrypoint: str, environment: dict[str, str]) -> tuple[Any, str]:
@@ -217,17 +273,19 @@ def _submit_job(config: RunConfig, entrypoint: str, environment: dict[str, str])
     Raises:
         NoProgressError: the cluster did not take it within `timeouts.start_s`.
     """
-    from ray.job_submission import JobSubmissionClient
-
     address = config.ray.address
+    assert address is not None
+    job = f"keepstep-{uuid.uuid4().hex[:16]}"
     deadline = time.monotonic() + config.timeouts.start_s
     while True:
         try:
-            client = JobSubmissionClient(address)
-            return client, client.submit_job(entrypoint=entrypoint, runtime_env={"env_vars": environment})
-        except (ConnectionError, RuntimeError) as error:
+            client = _job_client(address)
+            if not _has(client, job):
+                client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env={"env_vars": environment})
+            return client, job
+        except (OSError, RuntimeError) as error:
             if time.monotonic() > deadline:
-                reason = str(error).strip().splitlines()[-1]
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
                 raise errors.NoProgressError(
                     f"ray.address={address} took no job within {config.timeouts.start_s:.0f} s: {reason}",
                     "Give the address of the cluster's job server (http://head:8265), or leave ray.address out.",
@@ -235,12 +293,44 @@ def _submit_job(config: RunConfig, entrypoint: str, environment: dict[str, str])
             time.sleep(JOB_POLL_S)
 
 
-def _job_lines(client: Any, job: str) -> Iterator[str]:
-    """Lines of a job's log as they come. The client's own tail is a coroutine; polling its text needs no event loop."""
+def _job_client(address: str) -> Any:
+    """Ray's client, each of whose requests has a time limit: a head that vanishes would be waited for without end."""
+    from ray.job_submission import JobSubmissionClient
+
+    class Client(JobSubmissionClient):
+        def _do_request(self, *args: Any, **settings: Any) -> Any:
+            return super()._do_request(*args, **({"timeout": REQUEST_TIMEOUT_S} | settings))
+
+    return Client(address)
+
+
+def _has(client: Any, job: str) -> bool:
+    """Whether the cluster knows the job, whose submission may have been taken without an answer."""
+    try:
+        client.get_job_status(job)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _job_lines(client: Any, job: str, given_up: threading.Event) -> Iterator[str]:
+    """Lines of a job's log as they come. The client's own tail is a coroutine; polling its text needs no event loop.
+
+    Raises:
+        OSError, RuntimeError: the cluster has not answered for `HEAD_PATIENCE_S`, or does not know the job.
+    """
     position = 0
-    while True:
-        over = client.get_job_status(job).is_terminal()
-        text = client.get_job_logs(job)
+    answered = time.monotonic()
+    while not given_up.is_set():
+        try:
+            over = client.get_job_status(job).is_terminal()
+            text = client.get_job_logs(job)
+        except (OSError, RuntimeError) as error:
+            if "status code 404" in str(error) or time.monotonic() - answered > HEAD_PATIENCE_S:
+                raise
+            time.sleep(JOB_POLL_S)
+            continue
+        answered = time.monotonic()
         end = len(text) if over else text.rfind("\n") + 1
         yield from text[position:end].splitlines()
         position = end
