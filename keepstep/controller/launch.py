@@ -202,6 +202,7 @@ class _Job:
         return True
 
     def pass_on(self, stop: threading.Event) -> None:
+        """Have the trainer save and leave once `stop` is set."""
         while not self.over.is_set():
             if stop.wait(POLL_S) and (self.stop() or self.over.wait(JOB_POLL_S)):
                 return
@@ -217,6 +218,8 @@ def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Eve
     silence = _Silence(config, job)
     for watch in (lambda: job.pass_on(stop), silence.watch):
         threading.Thread(target=watch, daemon=True).start()
+    # Not in a message, which is compared from attempt to attempt: every job has another name.
+    of_job = f"It was Ray job {name}."
     ended: Event | None = None
     try:
         with attempts.FlowHeartbeat(RunDir.at(config.trainer.output_dir), config.retry.heartbeat_s) as heartbeat:
@@ -231,21 +234,21 @@ def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Eve
 
             last, tail = _follow(_job_lines(client, name, job.over), silence.breaking(heard))
         if silence.too_long:
-            message = f"Nothing was heard of Ray job {name} on {config.ray.address} for {silence.limit_s:.0f} s"
-            return terminal_event(errors.NoProgressError(f"{message}: it was stopped."))
+            message = f"Nothing was heard of the trainer on {config.ray.address} for {silence.limit_s:.0f} s"
+            return terminal_event(errors.NoProgressError(f"{message}: its job was stopped.", of_job))
         status = client.get_job_status(name)
     except (OSError, RuntimeError) as error:
         if ended is not None:
             # It had said how it ended before its head went.
             return ended
         # The cluster's head is gone, and with it the job's log: another attempt finds it back, or another one.
-        what = f"The cluster at {config.ray.address} does not answer, or forgot Ray job {name}"
-        return _lost(f"{what} ({type(error).__name__}); the job ended", [])
+        what = "forgot its job" if isinstance(error, RuntimeError) else "does not answer"
+        return _lost(f"The cluster at {config.ray.address} {what}; the trainer ended", [], of_job)
     finally:
         job.over.set()
     if last is None and status == JobStatus.STOPPED:
         return {"event": "preempted", "class": "preempted", "message": f"Ray job {name} was stopped.", "retry": True}
-    return last or _lost(f"Ray job {name} ended as {status}", tail)
+    return last or _lost(f"The trainer's job on {config.ray.address} ended as {status}", tail, of_job)
 
 
 def job_output(config: RunConfig, entrypoint: str, environment: dict[str, str], timeout_s: float) -> list[str]:
@@ -357,9 +360,9 @@ def _follow(lines: Iterable[str] | IO[str], on_event: OnEvent) -> tuple[Event | 
     return last, tail
 
 
-def _lost(what: str, tail: list[str]) -> Event:
+def _lost(what: str, tail: list[str], remedy: str = "") -> Event:
     message = f"{what} without a word" + (":\n  " + "\n  ".join(tail[-5:]) if tail else ".")
-    return {"event": "failed", "class": "worker_died", "message": message, "remedy": "", "retry": True}
+    return {"event": "failed", "class": "worker_died", "message": message, "remedy": remedy, "retry": True}
 
 
 def _all_errors(cls: type[errors.KeepstepError]) -> Iterator[type[errors.KeepstepError]]:
