@@ -7,6 +7,7 @@ and prints the answers; `ask_cluster` submits it and reads them.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 import uuid
@@ -22,29 +23,31 @@ from keepstep.preflight import node
 from keepstep.preflight.checks import Check
 from keepstep.preflight.node import Request
 
+logger = logging.getLogger("keepstep")
+
 REQUEST_VARIABLE = "KEEPSTEP_NODE_REQUEST"
 ANSWER_PREFIX = "KEEPSTEP_NODE_ANSWERS "
 TIMEOUT_S = 120.0
 
 
 def on_each_node(asked: Request) -> list[Check]:
-    """Every check on every living node. Raises `NoProgressError` when a node does not answer."""
+    """Every check on every living node that is not about to be taken away; one that dies meanwhile is left out.
+
+    Raises:
+        NoProgressError: a node does not answer.
+    """
     import ray
 
     from keepstep.controller.staging import start_on
 
-    # Of a job on GPUs only the nodes that have one are asked: the others hold none of its workers.
-    wanted = "GPU" if asked.device == "cuda" else "CPU"
-    nodes = [entry for entry in ray.nodes() if entry["Alive"] and entry["Resources"].get(wanted)]
+    nodes = _nodes("GPU" if asked.device == "cuda" else "CPU")
     token = f".preflight-{uuid.uuid4().hex}"
     shared = Path(asked.folder) / token
     try:
         if len(nodes) > 1:
             shared.touch()
             asked = replace(asked, token=token)
-        calls = {}
-        for entry in nodes:
-            calls[start_on(entry["NodeID"], _answers, asked)] = entry["NodeManagerHostname"]
+        calls = {start_on(node_id, _answers, asked): name for node_id, name in nodes.items()}
         begin = time.time()
         _, late = ray.wait(list(calls), num_returns=len(calls), timeout=TIMEOUT_S)
         if late:
@@ -53,7 +56,11 @@ def on_each_node(asked: Request) -> list[Check]:
         end = time.time()
         found = []
         for call, name in calls.items():
-            said, answers = ray.get(call, timeout=TIMEOUT_S)
+            try:
+                said, answers = ray.get(call, timeout=TIMEOUT_S)
+            except (ray.exceptions.NodeDiedError, ray.exceptions.TaskUnschedulableError) as error:
+                logger.warning("%s was lost while it was asked: %s", name, type(error).__name__)
+                continue
             clock = node.answer_of(
                 "node_clock", partial(node.judge_clock, begin, said, end, "the asking node", asked.max_skew_s)
             )
@@ -61,6 +68,17 @@ def on_each_node(asked: Request) -> list[Check]:
         return found
     finally:
         shared.unlink(missing_ok=True)
+
+
+def _nodes(resource: str) -> dict[str, str]:
+    """Id to host name of the nodes on which workers may stand: of a job on GPUs only those that have one."""
+    import ray
+
+    from keepstep.controller.draining import draining_nodes
+
+    leaving = draining_nodes()
+    alive = [entry for entry in ray.nodes() if entry["Alive"] and entry["Resources"].get(resource)]
+    return {entry["NodeID"]: entry["NodeManagerHostname"] for entry in alive if entry["NodeID"] not in leaving}
 
 
 def ask_cluster(config: RunConfig) -> Callable[[Request], list[Check]]:
