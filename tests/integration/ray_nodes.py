@@ -75,11 +75,16 @@ class RayNode:
 
 @dataclass
 class Place:
-    """Where a node is started: behind a prefix such as `ip netns exec NAME`, under an address."""
+    """Where a node is started: here, or in a network namespace under an address and a host name."""
 
-    prefix: list[str] = field(default_factory=list)
-    ip: str | None = None
+    namespace: str = ""
+    host: str = ""
+    ip: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def prefix(self) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace, *under_host_name(self.host)] if self.namespace else []
 
     def cut(self) -> None:
         """Take its network away; nobody is told."""
@@ -89,7 +94,7 @@ class Place:
         self._link("up")
 
     def _link(self, state: str) -> None:
-        run_ip("-n", self.prefix[3], "link", "set", INTERFACE, state)
+        run_ip("-n", self.namespace, "link", "set", INTERFACE, state)
 
 
 @dataclass
@@ -249,11 +254,7 @@ def networks(number: int) -> Iterator[list[Place]]:
             for interface in ("lo", INTERFACE):
                 run_ip("-n", name, "link", "set", interface, "up")
         yield [
-            Place(
-                ["ip", "netns", "exec", name, *under_host_name(f"node-{index}")],
-                f"{SUBNET}.{index + 1}",
-                {"GLOO_SOCKET_IFNAME": INTERFACE},
-            )
+            Place(name, f"node-{index}", f"{SUBNET}.{index + 1}", {"GLOO_SOCKET_IFNAME": INTERFACE})
             for index, name in enumerate(names)
         ]
     finally:

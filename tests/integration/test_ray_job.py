@@ -67,9 +67,10 @@ def test_every_node_of_the_cluster_is_asked(workspace: Path, cluster: RayCluster
 
 
 def test_job_is_followed_and_taken_over(workspace: Path, cluster: RayCluster):
-    """C130, C134, C137, C149: the job goes on without its parent; the next start ends it and resumes from its save.
+    """C130, C134, C137, C146, C149: the job outlives its parent; the next start ends it and resumes from its save.
 
-    The first parent is lost on another host, which only its silence tells; the second one on this host.
+    The first parent is lost on another host, which only its silence tells; the second one on this host. Each time the
+    old attempt still trains when the new one begins.
     """
     overrides = [
         f"ray.address={cluster.address}", "trainer.total_training_steps=40", "trainer.save_freq=4",
