@@ -77,6 +77,10 @@ class PrefectApi:
         workers = self.ask("POST", f"work_pools/{pool}/workers/filter", {}) if pools else []
         return [worker["name"] for worker in workers if worker["status"] == "ONLINE"]
 
+    def pause(self, pool: str, paused: bool) -> None:
+        """Have no worker take runs of `pool`, or let them again."""
+        self.ask("PATCH", f"work_pools/{pool}", {"is_paused": paused})
+
     def flow_runs(self, *state_types: str, ids: list[str] | None = None) -> list[Record]:
         """Runs of the training flow that a worker can start again, in one of these states (RUNNING, CRASHED, …)."""
         chosen = {"state": {"type": {"any_": list(state_types)}}, "deployment_id": {"is_null_": False}}

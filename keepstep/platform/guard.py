@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,15 +109,16 @@ def _lock_within(handle: int, timeout_s: float) -> bool:
             time.sleep(0.1)
 
 
-def end_group(leader: ProcessRef, children: list[ProcessRef] = [], term_s: float = TERM_S) -> None:  # noqa: B006
-    """End the session that `leader` leads and those of its `children`: SIGTERM, then SIGKILL to whatever is left.
+def end_group(leader: ProcessRef, children: Callable[[], list[ProcessRef]] = list, term_s: float = TERM_S) -> None:
+    """End the session that `leader` leads and those of its living `children`: SIGTERM, then SIGKILL to what is left.
 
     The leader gets one SIGTERM, since a second one kills a worker, and lives until its children have left: it is the
-    one that tells how they ended.
+    one that tells how they ended. They are asked for again then: it may have been starting one.
     """
     if leader.alive():
         _signal_group(leader.pid, signal.SIGTERM)
-    terminate(children, grace_s=CHILDREN_GRACE_S)
+    while found := children():
+        terminate(found, grace_s=CHILDREN_GRACE_S)
     if not leader.alive():
         return
     deadline = time.monotonic() + term_s
@@ -131,11 +132,10 @@ def end_group(leader: ProcessRef, children: list[ProcessRef] = [], term_s: float
 def end_recorded(platform: Path, role: str) -> None:
     """End the guard of this role with all that it looks after; what a killed guard left behind likewise."""
     record = read_record(record_path(platform, role))
-    children = live_children(platform, role)
     if record is not None:
-        terminate([ProcessRef.from_record(record["guard"])], grace_s=CHILDREN_GRACE_S + TERM_S + 10.0)
-        end_group(ProcessRef.from_record(record["server"]), children)
-    terminate(children, grace_s=CHILDREN_GRACE_S)
+        terminate([ProcessRef.from_record(record["guard"])], grace_s=2 * CHILDREN_GRACE_S)
+        end_group(ProcessRef.from_record(record["server"]), lambda: live_children(platform, role))
+    terminate(live_children(platform, role), grace_s=CHILDREN_GRACE_S)
     for path in (record_path(platform, role), children_path(platform, role)):
         path.unlink(missing_ok=True)
 
@@ -188,7 +188,7 @@ class Guard:
             time.sleep(POLL_S)
             if not self._is_recorded():
                 # The folder was deleted, perhaps made anew by another run: holders there are not this server's.
-                end_group(self._server, self._children)
+                end_group(self._server, lambda: [child for child in self._children if child.alive()])
                 return
             if live_holders(self._platform, self._role):
                 last_held = time.monotonic()
@@ -201,7 +201,7 @@ class Guard:
     def end(self) -> None:
         if self._is_recorded():
             record_path(self._platform, self._role).unlink(missing_ok=True)
-        end_group(self._server, self._children)
+        end_group(self._server, self._note_children)
 
     def _start_again(self) -> None:
         """Start it under the same address, which those that hold it know, once its pause is over."""
@@ -217,14 +217,16 @@ class Guard:
             # An installation that is being replaced has no program for a while; the next pause is longer.
             print(f"{self._role}: not started: {error}", file=sys.stderr, flush=True)
 
-    def _note_children(self) -> None:
-        """Record the server's children: they outlive it, and whoever ends it has to find them."""
-        found = [ProcessRef.of(pid, f"{self._role}-child") for pid in session_leaders(self._server.pid)]
+    def _note_children(self) -> list[ProcessRef]:
+        """Record the living children and return them: they outlive the server, and whoever ends it has to find them."""
+        leaders = session_leaders(self._server.pid) if self._server.alive() else []
+        found = [ProcessRef.of(pid, f"{self._role}-child") for pid in leaders]
         children = [ref for ref in dict.fromkeys([*self._children, *found]) if ref is not None and ref.alive()]
         if children != self._children:
             self._children = children
             records = [ref.to_record() for ref in children]
             write_record(children_path(self._platform, self._role), children=records)
+        return children
 
     def _start(self) -> tuple[subprocess.Popen[bytes], ProcessRef]:
         self._started, self._ended = time.monotonic(), None

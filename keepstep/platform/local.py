@@ -76,6 +76,7 @@ def up(platform: Path, database: str | None) -> Up:
         for role in (WORKER, servers.PREFECT_SERVER):
             _hold(platform, role, worker_guard)
         deploy(deployment_file("prefect.yaml"), environment)
+        api.pause(LOCAL_POOL, False)
     finally:
         for role in (WORKER, servers.PREFECT_SERVER):
             guard.holder_path(platform, role, starter).unlink(missing_ok=True)
@@ -91,6 +92,7 @@ def down(platform: Path) -> Down:
     """
     recorded = servers.recorded(platform)
     with _server_kept(platform) as api:
+        _take_no_more(api)
         ids = [run["id"] for run in _flow_runs(api, "RUNNING", "PENDING")]
         guard.end_recorded(platform, WORKER)
         interrupted = _settled(api, ids)
@@ -178,6 +180,16 @@ def _server_kept(platform: Path) -> Iterator[PrefectApi | None]:
         yield PrefectApi(f"{running['url']}/api")
     finally:
         guard.holder_path(platform, servers.PREFECT_SERVER, here).unlink(missing_ok=True)
+
+
+def _take_no_more(api: PrefectApi | None) -> None:
+    """Pause the pool: a run that is queued again while the platform ends must wait for the next `up`."""
+    try:
+        if api is not None:
+            api.pause(LOCAL_POOL, True)
+    except KeepstepError:
+        # A server that does not answer has no runs to give either.
+        pass
 
 
 def _flow_runs(api: PrefectApi | None, *state_types: str, ids: list[str] | None = None) -> list[dict]:

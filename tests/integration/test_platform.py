@@ -246,3 +246,21 @@ def test_prefect_server_takes_its_port_again_unless_it_is_taken(tmp_path: Path) 
         other.listen()
         second = servers._port_of_before(path)
     assert second != first and servers._port_of_before(path) == second
+
+
+def test_server_with_another_database_is_not_taken_for_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    platform, url = tmp_path / ".keepstep", "postgresql+asyncpg://keepstep:s3cr3t@db/prefect"
+    process = subprocess.Popen(["sleep", "300"], env={servers.DATABASE_VARIABLE: url})
+    try:
+        ref = ProcessRef.of(process.pid, servers.PREFECT_SERVER)
+        assert ref is not None
+        path = guard.record_path(platform, servers.PREFECT_SERVER)
+        guard.write_record(path, url="http://127.0.0.1:1", server=ref.to_record(), guard=ref.to_record())
+        servers._check_database(platform, url)
+        with pytest.raises(ConfigError, match="another database") as caught:
+            servers._check_database(platform, url + "2")
+        assert "s3cr3t" not in str(caught.value)
+    finally:
+        process.kill()
+        process.wait()
+    servers._check_database(platform, url + "2")
