@@ -18,24 +18,35 @@ from typing import Any
 
 import yaml
 from prefect import flow
+from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.futures import wait as wait_for_futures
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from prefect.states import Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from keepstep.checkpoint.inventory import goes_to_store
+from keepstep.cli.doctor_command import describe as describe_run
 from keepstep.cli.progress import ProgressPrinter, describe
 from keepstep.config.load import load
 from keepstep.config.schema import RunConfig
+from keepstep.doctor.evidence import gather, is_run
+from keepstep.doctor.rules import examine
 from keepstep.errors import CheckpointError, KeepstepError, WorkerDiedError
 from keepstep.preflight.complete import complete_result
+from keepstep.preflight.lease import wait_until_free
+from keepstep.retry import NOT_RETRYABLE, Decision
+from keepstep.retry_budget import RetryBudget
+from keepstep.run import RunDir
+from tasks.artifacts import publish
 from tasks.checkpoints import upload_checkpoint, verify_checkpoint
 from tasks.dataset import check_dataset
 from tasks.finishing import finish
 from tasks.preflight import preflight
 from tasks.resume import plan_resume
-from tasks.training import AttemptHistory, with_retries
+from tasks.training import Attempts, with_retries
 
 Event = dict[str, Any]
 
@@ -45,7 +56,7 @@ LAST_TASKS_TIMEOUT_S = 60.0
 
 
 @flow(name="grpo-train", task_runner=ThreadPoolTaskRunner(max_workers=NUM_THREADS))
-def grpo_train(config: str = "quickstart", overrides: dict[str, Any] = {}) -> dict[str, Any]:  # noqa: B006
+def grpo_train(config: str = "quickstart", overrides: dict[str, Any] = {}) -> Any:  # noqa: B006
     """Train a run to its end, or go on with it. Success: the last step is reached, verified and, with a store, there.
 
     Args:
@@ -57,13 +68,36 @@ def grpo_train(config: str = "quickstart", overrides: dict[str, Any] = {}) -> di
     if done is not None:
         get_run_logger().info("%s is complete at step %d", settings.trainer.output_dir, done["final_step"])
         return done
-    check_dataset(settings)
-    total_steps, plan = preflight(settings)
-    plan_resume(plan)
-    return finish(settings, train(settings, total_steps))
+    run = RunDir.at(settings.trainer.output_dir)
+    budget = RetryBudget(run, str(flow_run.id), settings.retry)
+    attempts = Attempts(settings, budget)
+    try:
+        attempts.check_budget()
+        wait_until_free(run, settings.retry, get_run_logger().info)
+        check_dataset(settings)
+        total_steps, plan = preflight(settings)
+        plan_resume(plan)
+        return finish(settings, train(settings, total_steps, attempts))
+    except KeepstepError as error:
+        budget.start_over()
+        return failed(error, attempts.decision, run)
 
 
-def train(config: RunConfig, total_steps: int) -> Event:
+def failed(error: KeepstepError, decision: Decision | None, run: RunDir) -> State[Any]:
+    """The state of a run that no other attempt can help, named after why; with what the doctor says.
+
+    A crashed flow run is run again by the automation that ships; one that failed is not.
+    """
+    name = decision.name if decision is not None and decision.name else NOT_RETRYABLE
+    diagnosis = "\n".join(describe_run(examine(gather(run)), run)) if is_run(run) else ""
+    if diagnosis:
+        get_run_logger().error("%s\n%s", name, diagnosis)
+        publish(f"```\n{diagnosis}\n```", key="diagnosis", description="What `keepstep doctor` says of the end")
+    reason = f" ({decision.reason})" if decision is not None and decision.reason else ""
+    return Failed(name=name, message=f"{error}{reason}", data=error)
+
+
+def train(config: RunConfig, total_steps: int, attempts: Attempts) -> Event:
     """Submit `train_grpo` and dispatch its events until it ends; return result.json's content.
 
     Raises:
@@ -76,9 +110,7 @@ def train(config: RunConfig, total_steps: int) -> Event:
     show = ProgressPrinter()
     training: PrefectFuture[Event] | None = None
     try:
-        history = AttemptHistory(config.retry)
-        train_grpo = with_retries(config.retry, stop, history)
-        training = train_grpo.submit(config, history.listen(events.put), stop)
+        training = with_retries(attempts, stop).submit(config, attempts, events.put, stop)
         training.add_done_callback(lambda _: events.put(None))
         while (event := events.get()) is not None:
             show(event)

@@ -1,4 +1,4 @@
-"""The one exception tree. Each class says how the command exits and whether another attempt can help.
+"""The one exception tree. Each class says how the command exits and out of which budget another attempt is made.
 
 A message names what is wrong, where, what was found and what was expected; `remedy` is the way out.
 Commands print both to stderr without a traceback. Anything that is not a `KeepstepError` is our bug and
@@ -8,7 +8,8 @@ keeps its traceback.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Self
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -19,6 +20,12 @@ EXIT_HELD = 5
 EXIT_STORAGE = 6
 EXIT_PREEMPTED = 75
 
+NEVER = "never"
+KILLS = "kills"
+FAILURES = "failures"
+ONCE = "once"
+"""Budgets of a class: no other attempt; unlimited, but for five at one step; `retry.max_retries`; one, within those."""
+
 
 class KeepstepError(Exception):
     """Base of every error that Keepstep raises on purpose.
@@ -26,12 +33,14 @@ class KeepstepError(Exception):
     Attributes:
         failure_class: name used in events, attempt records and retry decisions.
         exit_code: what the command exits with.
-        retry: whether a new attempt of the same command can succeed.
+        budget: what another attempt after it is paid from (`keepstep.retry`).
+        roles: the workers that it is about, as `rank 1` or `engine 0`; empty where it is about none or not known.
     """
 
     failure_class = "failed"
     exit_code = EXIT_FAILED
-    retry = False
+    budget = NEVER
+    roles: frozenset[str] = frozenset()
 
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
@@ -40,6 +49,16 @@ class KeepstepError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  {self.remedy}" if self.remedy else self.message
+
+    @property
+    def retry(self) -> bool:
+        """Whether another attempt of the same command can succeed."""
+        return self.budget != NEVER
+
+    def of(self, roles: Iterable[str]) -> Self:
+        """This error, with the workers that it is about."""
+        self.roles = frozenset(roles)
+        return self
 
 
 class ConfigError(KeepstepError):
@@ -93,14 +112,14 @@ class StorageError(KeepstepError):
 
     failure_class = "storage"
     exit_code = EXIT_STORAGE
-    retry = True
+    budget = FAILURES
 
 
 class StorageRefusedError(StorageError):
     """The object store said no (credentials, bucket, permissions): trying again cannot help."""
 
     failure_class = "storage_refused"
-    retry = False
+    budget = NEVER
 
 
 class CheckpointError(KeepstepError):
@@ -148,45 +167,35 @@ class Preempted(KeepstepError):  # noqa: N818  (an outcome, not a fault)
 
     failure_class = "preempted"
     exit_code = EXIT_PREEMPTED
-    retry = True
+    budget = KILLS
 
 
 class OrphanedError(KeepstepError):
     """The process that started this attempt is gone."""
 
     failure_class = "orphaned"
-    retry = True
+    budget = KILLS
 
 
 class WorkerDiedError(KeepstepError):
-    """A rank, an engine, a writer or the controller's process went away.
-
-    Attributes:
-        roles: the workers that died, as `rank 1` or `engine 0`; empty where it is not known which.
-    """
+    """A rank, an engine, a writer or the controller's process went away."""
 
     failure_class = "worker_died"
-    retry = True
-    roles: frozenset[str] = frozenset()
-
-    def of(self, roles: Iterable[str]) -> WorkerDiedError:
-        """This error, with the workers that it is about."""
-        self.roles = frozenset(roles)
-        return self
+    budget = KILLS
 
 
 class OutOfMemoryError(KeepstepError):
     """Host or device memory ran out."""
 
     failure_class = "out_of_memory"
-    retry = True
+    budget = ONCE
 
 
 class NoProgressError(KeepstepError):
     """Something that should have answered within its time limit did not."""
 
     failure_class = "no_progress"
-    retry = True
+    budget = FAILURES
 
 
 class NonFiniteError(KeepstepError):
@@ -211,4 +220,20 @@ class BugError(KeepstepError):
     """An unexpected exception inside the trainer; kept with its traceback in the log."""
 
     failure_class = "bug"
-    retry = True
+    budget = FAILURES
+
+
+def classes() -> dict[str, type[KeepstepError]]:
+    """Every class of the tree by its name in events and records."""
+
+    def tree(cls: type[KeepstepError]) -> Iterator[type[KeepstepError]]:
+        yield cls
+        for child in cls.__subclasses__():
+            yield from tree(child)
+
+    return {cls.failure_class: cls for cls in tree(KeepstepError)}
+
+
+def budget_of(failure_class: str) -> str:
+    """The budget of a recorded class; one of another release's tree is a bug as far as this one knows."""
+    return classes().get(failure_class, BugError).budget

@@ -89,6 +89,17 @@ def terminate(refs: Iterable[ProcessRef], grace_s: float = 3.0) -> list[ProcessR
     return victims
 
 
+def kill(refs: Iterable[ProcessRef]) -> None:
+    """SIGKILL those of `refs` that still run on this host."""
+    for ref in refs:
+        _send(ref, signal.SIGKILL)
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process on this host (/proc/<pid>/statm, second field, pages)."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def descendants(pid: int) -> list[int]:
     """All living descendants of `pid` on this host, from the parent links in /proc."""
     children: dict[int, list[int]] = {}

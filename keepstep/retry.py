@@ -1,59 +1,115 @@
-"""Whether another attempt is worth it. Pure: failures in, decision with its reason out.
+"""Whether another attempt is worth it, when, and out of which budget. Pure: ends of attempts in, decision with its
+reason out.
 
-| what ended the attempt | another attempt | budget |
-|---|---|---|
-| config, contract, data, held, refused store, full disk, non-finite, stale weights | no | none |
-| preempted, a process killed from outside | yes | none; five at one step without progress stop the run |
-| what can pass: storage, no progress, out of memory, bug | yes | `retry.max_retries`, refilled by progress |
-| the same class and message at one step twice without progress | no | none |
-
-Progress is a verified step above every earlier one.
+The error tree (`keepstep.errors`) names the budget of every class; the table of all classes stands in docs/failures.md.
+Progress is a verified step above every earlier one: what failed before it counts no more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-OUTSIDE = frozenset({"preempted", "worker_died", "orphaned"})
+from keepstep.config.schema import RetryConfig
+from keepstep.errors import FAILURES, KILLS, NEVER, ONCE, KeepstepError, budget_of
+
 MAX_SAME_KILLS = 5
+MAX_SAME_FAILURES = 1
+MAX_ONCE = 1
+SILENT_END = "the attempt ended without a word"
+
+RETRIES_EXHAUSTED = "RetriesExhausted"
+SAME_FAILURE = "SameFailure"
+NOT_RETRYABLE = "NotRetryable"
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How one attempt ended and how far it had come."""
+
+    number: int
+    outcome: Mapping[str, Any]
+    """As in attempts/<n>.json; empty: it was killed before it could tell."""
+    last_step: int | None
+    """The last step that it finished."""
+    verified: int | None
+    """The newest step that it verified."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one attempt ended."""
+    """How one attempt failed."""
 
     failure_class: str
     message: str
-    retry: bool
-    """What the error tree says."""
     step: int
-    """The last step that any attempt had finished by then."""
+    """The last step that was finished by then."""
     verified: int
     """The newest step that any attempt had verified by then."""
+
+    @property
+    def budget(self) -> str:
+        return budget_of(self.failure_class)
 
 
 @dataclass(frozen=True)
 class Decision:
     retry: bool
     reason: str
+    delay_s: float = 0.0
+    name: str = ""
+    """Of the state in which the run ends when there is no other attempt."""
 
 
-def decide(history: list[Failure], max_retries: int) -> Decision:
+def failures(ends: Iterable[AttemptEnd]) -> list[tuple[int, Failure]]:
+    """(attempt, failure) of those that did not finish, in order."""
+    found: list[tuple[int, Failure]] = []
+    step = verified = 0
+    for end in ends:
+        step = step if end.last_step is None else end.last_step
+        verified = max(verified, end.verified or 0)
+        if end.outcome.get("status") == "finished":
+            continue
+        failure_class = str(end.outcome.get("class", "worker_died"))
+        message = str(end.outcome.get("message", SILENT_END))
+        found.append((end.number, Failure(failure_class, message, step, verified)))
+    return found
+
+
+def decide(history: list[Failure], retry: RetryConfig) -> Decision:
     """Whether to try again after the last of these failures."""
     last = history[-1]
-    if not last.retry:
-        return Decision(False, f"{last.failure_class} cannot be cured by another attempt")
-    # Failures before the newest verified step count no more: progress refills the budget.
+    if last.budget == NEVER:
+        reason = f"{last.failure_class} cannot be cured by another attempt"
+        return Decision(False, reason, name=NOT_RETRYABLE)
     since = [failure for failure in history if failure.verified == last.verified]
     same = [f for f in since if (f.failure_class, f.message, f.step) == (last.failure_class, last.message, last.step)]
-    if last.failure_class in OUTSIDE:
+    if last.budget == KILLS:
         if len(same) >= MAX_SAME_KILLS:
-            return Decision(False, f"{last.failure_class} {len(same)} times after step {last.step} without progress")
-        return Decision(True, f"{last.failure_class} uses up no budget")
-    if len(same) > 1:
-        return Decision(False, f"the same {last.failure_class} twice after step {last.step} without progress")
-    used = sum(failure.failure_class not in OUTSIDE for failure in since)
-    if used > max_retries:
-        limit = f"retry.max_retries={max_retries}"
-        return Decision(False, f"{used} failures since step {last.verified} was verified, {limit}")
-    return Decision(True, f"failure {used} of at most {max_retries} retries since step {last.verified} was verified")
+            reason = f"{last.failure_class} {len(same)} times after step {last.step} without progress"
+            return Decision(False, reason, name=SAME_FAILURE)
+        # The first comes from outside as a rule and is made good at once.
+        return Decision(True, f"{last.failure_class} uses up no budget", _delay([0.0, *retry.delays_s], len(same)))
+    if len(same) > MAX_SAME_FAILURES:
+        reason = f"the same {last.failure_class} twice after step {last.step} without progress"
+        return Decision(False, reason, name=SAME_FAILURE)
+    if last.budget == ONCE and sum(failure.failure_class == last.failure_class for failure in since) > MAX_ONCE:
+        reason = f"{last.failure_class} is tried again once, since step {last.verified} was verified"
+        return Decision(False, reason, name=RETRIES_EXHAUSTED)
+    used = sum(failure.budget in (FAILURES, ONCE) for failure in since)
+    if used > retry.max_retries:
+        reason = f"{used} failures since step {last.verified} was verified, retry.max_retries={retry.max_retries}"
+        return Decision(False, reason, name=RETRIES_EXHAUSTED)
+    reason = f"failure {used} of at most {retry.max_retries} retries since step {last.verified} was verified"
+    return Decision(True, reason, _delay(retry.delays_s, used))
+
+
+def failure_of(error: KeepstepError, step: int, verified: int) -> Failure:
+    """A failure that no attempt recorded: the start itself was refused."""
+    return Failure(error.failure_class, error.message, step, verified)
+
+
+def _delay(delays_s: list[float], number: int) -> float:
+    """The wait after the `number`-th, from 1; the last one repeats."""
+    return delays_s[min(number, len(delays_s)) - 1] if delays_s else 0.0

@@ -64,6 +64,11 @@ class RunDir:
     def attempt(self, number: int) -> Path:
         return self.attempts / f"{number}.json"
 
+    @property
+    def budget(self) -> Path:
+        """From which attempt on failures count, for which flow run."""
+        return self.attempts / "budget.json"
+
     def log_dir(self, number: int) -> Path:
         return self.root / "logs" / f"attempt_{number}"
 

@@ -1,26 +1,40 @@
-"""Artifacts are for display: they never fail a run and never hold it up."""
+"""What is only shown: it never fails a run and never holds it up."""
 
 from __future__ import annotations
 
 import contextvars
 import threading
+from collections.abc import Callable
 
 from prefect.artifacts import create_markdown_artifact
+from prefect.client.orchestration import get_client
 from prefect.logging import get_run_logger
+from prefect.runtime import task_run
 
 PATIENCE_S = 10.0
 
 
 def publish(markdown: str, *, key: str, description: str) -> None:
     """Create a markdown artifact of the running task, if the API answers soon."""
+    in_background(lambda: create_markdown_artifact(markdown, key=key, description=description)).join(PATIENCE_S)
 
-    def create() -> None:
+
+def rename_task_run(name: str) -> None:
+    """Give the running task's run a name that says where it is."""
+    with get_client(sync_client=True) as client:
+        client.set_task_run_name(task_run.id, name)
+
+
+def in_background(show: Callable[[], object]) -> threading.Thread:
+    """Run `show` in a thread that knows which task this is; what it fails with is logged."""
+
+    def guarded() -> None:
         try:
-            create_markdown_artifact(markdown, key=key, description=description)
+            show()
         except Exception as error:
-            get_run_logger().warning("The artifact %s was not published: %s", key, type(error).__name__)
+            get_run_logger().warning("Not shown on the page: %s", type(error).__name__)
 
     # The client goes on trying for minutes when the API is away; the copied context tells it which task this is.
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(create,), daemon=True)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(guarded,), daemon=True)
     thread.start()
-    thread.join(PATIENCE_S)
+    return thread

@@ -351,10 +351,3 @@ def read_base_weights(folder: Path, names: Any) -> dict[str, torch.Tensor]:
         with safe_open(path, framework="pt") as file:
             state |= {name: file.get_tensor(name).float() for name in file.keys() if name in names}  # noqa: SIM118
     return state
-
-
-def rank_environment(device: str) -> dict[str, str]:
-    """Environment of a rank's process, set before it starts."""
-    common = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
-    # More threads than cores make two busy ranks many times slower; one thread also fixes the order of sums.
-    return common | ({"OMP_NUM_THREADS": "1"} if device == "cpu" else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})

@@ -252,11 +252,13 @@ class RetryConfig(Section):
     max_retries: NonNegativeInt = 3
     """Failures in a row, without a newly verified step, that are tried again; kills from outside do not count."""
     delays_s: list[NonNegativeFloat] = [2.0, 10.0, 30.0]
-    """Wait before each; the last one repeats."""
+    """Wait before each; the last one repeats. After the first of several equal kills there is none."""
     jitter: NonNegativeFloat = 0.3
     """Share by which a wait is lengthened at random."""
     lease_timeout_s: PositiveFloat = 90.0
     """Silence after which an attempt on another host counts as gone."""
+    wait_for_holder_s: NonNegativeFloat = 0.0
+    """How long a start waits for another attempt that holds the run; 0: it is refused at once."""
     heartbeat_s: PositiveFloat = 2.0
     """Seconds between heartbeats of an attempt."""
     term_grace_s: PositiveFloat = 30.0
@@ -268,6 +270,8 @@ class RecoveryConfig(Section):
     """Replace a lost rank or engine within the attempt, instead of ending it."""
     max_in_a_row: PositiveInt = 3
     """Replacements without a newly verified step; one more ends the attempt."""
+    warm_spare: bool = False
+    """Keep a started process that has imported everything for each rank and engine; on the CPU only."""
 
 
 class TimeoutConfig(Section):
@@ -275,6 +279,8 @@ class TimeoutConfig(Section):
     """Ranks and engines are up within this."""
     step_s: PositiveFloat = 1800.0
     """Longest time without progress inside a step."""
+    reward_s: PositiveFloat = 600.0
+    """Longest time that scoring the responses of one step, or of one batch of a validation, may take."""
     collective_s: PositiveFloat = 120.0
     """Longest time that one rank waits for the others."""
 

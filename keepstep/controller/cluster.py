@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from keepstep.actor.environment import rank_environment
 from keepstep.attempts import Attempt
 from keepstep.config.schema import RunConfig
 from keepstep.controller.workers import EngineWorker, RankWorker, Worker, WriterWorker
@@ -52,6 +53,7 @@ class Cluster:
         self._device = device
         self._local = config.ray.address is None
         self._temp_dir = temp_dir(run, attempt.number)
+        self._node_of: dict[str, str] = {}
 
     def start(self) -> None:
         """Connect to Ray, starting a local one unless a cluster is given."""
@@ -76,22 +78,22 @@ class Cluster:
             include_dashboard=False,
             _temp_dir=str(self._temp_dir),
             # A logical count: each role asks for one, whatever the machine has.
-            num_cpus=self._config.world_size + NUM_ENGINES,
+            num_cpus=(self._config.world_size + NUM_ENGINES) * (2 if self._config.recovery.warm_spare else 1),
             object_store_memory=self._config.ray.object_store_bytes,
             log_to_driver=False,
             # Every actor needs an environment of its own, so workers started in advance would never be used.
             _system_config={"prestart_worker_first_driver": False},
         )
 
-    def rank(self, spec: Any, environment: dict[str, str]) -> Any:
-        return self._actor(RankWorker, environment, gpus=RANK_GPU_SHARE).remote(spec)
+    def rank(self) -> Any:
+        """A process for a rank, to be built."""
+        return self._actor(RankWorker, rank_environment(self._device), gpus=RANK_GPU_SHARE).remote()
 
-    def engine(self, index: int, model_dir: str, max_model_len: int) -> Any:
+    def engine(self, index: int) -> Any:
+        """A process for engine `index`, to be built."""
         rollout = self._config.actor_rollout_ref.rollout
         environment = engine_environment(rollout, self._device, index)
-        return self._actor(EngineWorker, environment, gpus=ENGINE_GPU_SHARE).remote(
-            model_dir, rollout, max_model_len, self._device
-        )
+        return self._actor(EngineWorker, environment, gpus=ENGINE_GPU_SHARE).remote(rollout, self._device)
 
     def writer(self, node_id: str) -> Any:
         """A writer on this node. It asks for no core of its own: it works behind the others."""
@@ -104,8 +106,18 @@ class Cluster:
         return ray.get_runtime_context().get_node_id()
 
     def record(self, role: str, rank: int | None, identity: dict[str, Any]) -> None:
-        """Put an actor's process into the attempt's record."""
+        """Put an actor's process into the attempt's record. The last one recorded stands in this place."""
+        if role != "spare":
+            # A spare that is taken away costs nothing.
+            self._node_of[f"{role} {rank}"] = identity["node_id"]
         self._attempt.add_remote(ProcessRef(role, identity["pid"], identity["start_time"], identity["host"], rank))
+
+    def by_node(self) -> dict[str, list[str]]:
+        """What of this attempt runs on which node: `rank 1`, `engine 0`, `controller`. From any thread."""
+        found: dict[str, list[str]] = {}
+        for worker, node_id in [*dict(self._node_of).items(), ("controller", self.own_node_id())]:
+            found.setdefault(node_id, []).append(worker)
+        return found
 
     def record_services(self) -> None:
         """Record what runs below this process and is not recorded yet: Ray's own services.

@@ -10,7 +10,7 @@ import numpy as np
 from keepstep.actor.batch import Batch
 from keepstep.config.schema import TimeoutConfig
 from keepstep.controller.supervision import Supervisor
-from keepstep.errors import WorkerDiedError
+from keepstep.errors import KeepstepError, NoProgressError, WorkerDiedError
 from keepstep.rollout.types import Request, Response
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class EngineRecovery(Protocol):
     """How lost engines are replaced (`controller.recovery.Recovery`)."""
 
-    def replace(self, actors: list[Any], lost: list[int], error: WorkerDiedError) -> None:
+    def replace(self, actors: list[Any], lost: list[int], error: KeepstepError) -> None:
         """Start these engines again, in their places in `actors`; raises `error` where that is not to be done."""
         ...
 
@@ -34,16 +34,14 @@ class EngineRecovery(Protocol):
 class RankGroup:
     """All FSDP2 ranks. Every method is answered by all of them or raises."""
 
-    def __init__(self, actors: list[Any], supervisor: Supervisor, timeouts: TimeoutConfig) -> None:
+    def __init__(
+        self, actors: list[Any], identities: list[dict[str, Any]], supervisor: Supervisor, timeouts: TimeoutConfig
+    ) -> None:
         self.actors = actors
-        self.identities: list[dict[str, Any]] = []
-        """Where each rank runs; known once it has started."""
+        self.identities = identities
+        """Where each rank runs."""
         self._supervisor = supervisor
         self._timeouts = timeouts
-
-    def wait_until_started(self) -> None:
-        what = "starting the ranks"
-        self.identities = self._all(what, self._timeouts.start_s, lambda actor, _: actor.identity.remote())
 
     def connect(self) -> None:
         calls = [("rank 0", self.actors[0].rendezvous.remote())]
@@ -128,8 +126,8 @@ class RankGroup:
 class EngineGroup:
     """All rollout engines; requests are dealt in contiguous shares and answered in order.
 
-    An engine that dies in a call is started again, gets the weights of the running version, and the call is made once
-    more: what it samples is a function of the seeds of the requests, so nothing of it is lost.
+    An engine that dies or hangs in a call is started again, gets the weights of the running version, and the call is
+    made once more: what it samples is a function of the seeds of the requests, so nothing of it is lost.
     """
 
     def __init__(self, actors: list[Any], supervisor: Supervisor, timeouts: TimeoutConfig) -> None:
@@ -138,10 +136,6 @@ class EngineGroup:
         """None: the death of an engine is the caller's matter."""
         self._supervisor = supervisor
         self._timeouts = timeouts
-
-    def identities(self) -> list[dict[str, Any]]:
-        calls = self._calls(lambda actor, _: actor.identity.remote())
-        return self._supervisor.gather(calls, self._timeouts.start_s, "starting the engines")
 
     def update_weights(self, weights: Any, version: int) -> None:
         """Give all engines the weights (a reference to rank 0's) as `version`."""
@@ -167,7 +161,7 @@ class EngineGroup:
         return [response for answer in answers for response in answer]
 
     def _reviving(self, act: Callable[[], T], version: int | None = None) -> T:
-        """`act`, made again after each death of an engine that may be mended.
+        """`act`, made again after each loss of an engine that may be mended.
 
         Args:
             version: of the weights that a new engine needs for it; None: `act` brings them.
@@ -175,7 +169,7 @@ class EngineGroup:
         while True:
             try:
                 return act()
-            except WorkerDiedError as error:
+            except (WorkerDiedError, NoProgressError) as error:
                 lost = [index for index in range(len(self.actors)) if f"engine {index}" in error.roles]
                 if not lost or self.recovery is None:
                     raise

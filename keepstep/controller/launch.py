@@ -63,10 +63,8 @@ def run_trainer(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> 
 
 def error_of(event: Event) -> errors.KeepstepError:
     """The error that a terminal event speaks of."""
-    classes = {cls.failure_class: cls for cls in _all_errors(errors.KeepstepError)}
-    error = classes.get(event.get("class", ""), errors.WorkerDiedError)(event["message"], event.get("remedy", ""))
-    error.retry = bool(event.get("retry", error.retry))
-    return error
+    cls = errors.classes().get(event.get("class", ""), errors.WorkerDiedError)
+    return cls(event["message"], event.get("remedy", ""))
 
 
 def terminal_event(error: errors.KeepstepError) -> Event:
@@ -363,9 +361,3 @@ def _follow(lines: Iterable[str] | IO[str], on_event: OnEvent) -> tuple[Event | 
 def _lost(what: str, tail: list[str], remedy: str = "") -> Event:
     message = f"{what} without a word" + (":\n  " + "\n  ".join(tail[-5:]) if tail else ".")
     return {"event": "failed", "class": "worker_died", "message": message, "remedy": remedy, "retry": True}
-
-
-def _all_errors(cls: type[errors.KeepstepError]) -> Iterator[type[errors.KeepstepError]]:
-    yield cls
-    for child in cls.__subclasses__():
-        yield from _all_errors(child)

@@ -1,8 +1,11 @@
-"""Being asked to leave: SIGTERM, Ctrl-C, a parent that is gone, a newer attempt.
+"""Being asked to leave: SIGTERM, Ctrl-C, a node that drains, a parent that is gone, a newer attempt.
 
 Concurrency:
-  signal handler   sets `asked`; the loop heeds it at the end of the step, start-up at once
-  grace timer      started by the first signal; after `term_grace_s`, or at a second signal, ends the process
+  signal handler   sets `asked`; while training the loop heeds it, before and after it raises in the main thread
+  `ask`            does the same from another thread; start-up notices at its next wait for a worker
+  the loop         ends its step and leaves; a step that would not end within the grace is dropped at the next look
+  time limits      end the process when code that nobody can interrupt (a reward function) never returns
+  grace timer      started by the first notice; at its end, or at a second signal, the process ends
   stdin watcher    blocks on standard input; end of file means that the parent died: ends the process
 """
 
@@ -11,10 +14,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from keepstep.errors import FencedError, KeepstepError, OrphanedError, Preempted
+
+
+class StepDropped(Exception):  # noqa: N818  (a decision, not a fault)
+    """The running step, or its validation, would not end within the grace: what stands is to be saved."""
 
 
 class Leaving:
@@ -23,9 +32,14 @@ class Leaving:
     def __init__(self, grace_s: float, end_now: Callable[[KeepstepError], None]) -> None:
         self.asked = threading.Event()
         self.training = False
-        """While False, being asked to leave raises at the next wait; while True the loop ends its step first."""
+        """While False, being asked to leave raises; while True the loop decides what becomes of its step."""
+        self.ending = False
+        """The attempt has ended and is being recorded: nothing is interrupted any more."""
+        self.drops: Callable[[float], bool] = lambda _remaining_s: False
+        """Whether the running step is to be dropped when so many seconds of the grace remain."""
         self.fenced: threading.Event | None = None
         self._grace_s = grace_s
+        self._deadline = float("inf")
         self._end_now = end_now
         self._end_lock = threading.Lock()
 
@@ -40,30 +54,70 @@ class Leaving:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
 
+    def ask(self, reason: str, grace_s: float | None = None) -> None:
+        """Have the attempt save and leave; what a first signal does, from any thread.
+
+        Args:
+            grace_s: seconds until the processes end by themselves; None: `retry.term_grace_s`.
+        """
+        grace_s = self._grace_s if grace_s is None else grace_s
+        self._deadline = min(self._deadline, time.monotonic() + grace_s)
+        self.asked.set()
+        late = Preempted(f"Asked to leave ({reason}): no end within {grace_s:.0f} s of grace.")
+        timer = threading.Timer(grace_s, self._exit, (late,))
+        timer.daemon = True
+        timer.start()
+
+    def remaining_s(self) -> float:
+        """Seconds of the grace that remain; infinite before anybody asked."""
+        return self._deadline - time.monotonic()
+
     def check(self) -> None:
-        """Raise when waiting any longer makes no sense.
+        """Raise when waiting any longer makes no sense. For the main thread.
 
         Raises:
             FencedError: a newer attempt owns the run.
             Preempted: asked to leave before training began.
+            StepDropped: asked to leave, and the running step would take too long.
         """
+        self.check_fence()
+        if not self.asked.is_set():
+            return
+        if not self.training:
+            raise Preempted("Asked to leave during start-up.")
+        if self.drops(self.remaining_s()):
+            raise StepDropped
+
+    def check_fence(self) -> None:
+        """Raise `FencedError` when a newer attempt owns the run. For the threads beside the loop."""
         if self.fenced is not None and self.fenced.is_set():
             raise FencedError("A newer attempt took the run over.")
-        if self.asked.is_set() and not self.training:
-            raise Preempted("Asked to leave during start-up.")
 
     def heed(self) -> bool:
         return self.asked.is_set()
 
+    @contextmanager
+    def limit(self, timeout_s: float, late: Callable[[], KeepstepError]) -> Iterator[None]:
+        """End the attempt when the block, which may call code that never returns, takes longer than `timeout_s`.
+
+        Args:
+            late: what it is ended with, asked for at that moment.
+        """
+        timer = threading.Timer(timeout_s, lambda: self._exit(late()))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.asked.is_set():
             self._exit(Preempted("Asked to leave twice: left at once."))
-        self.asked.set()
-        timer = threading.Timer(
-            self._grace_s, self._exit, (Preempted(f"Asked to leave: no end within {self._grace_s:.0f} s of grace."),)
-        )
-        timer.daemon = True
-        timer.start()
+        self.ask(signal.Signals(number).name)
+        if not self.training and not self.ending:
+            # Nothing is half done that a SIGKILL could not leave as well, and waiting could outlast the grace.
+            raise Preempted("Asked to leave while no step was running.")
 
     def _watch_stdin(self) -> None:
         # os.read, not sys.stdin: a thread inside its buffer lock makes the interpreter abort at exit.

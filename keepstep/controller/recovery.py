@@ -2,10 +2,12 @@
 
 An engine holds nothing that is not elsewhere: a new one gets the policy's weights and redoes the call. A lost rank
 takes its shards along, and its peers hang in the collective that it left: all ranks are replaced, and the state comes
-from the best verified checkpoint, as it would in a new attempt.
+from the best verified checkpoint, as it would in a new attempt. What hangs beyond its time limit is ended and counts as
+lost.
 
 Concurrency: everything here runs in the loop's thread, while the loop waits. The saver may still be writing a snapshot
 that lies in the memory of a dead rank; it is waited for, and what it fails with is dropped: the step comes again.
+A replacement starts to import as soon as the death is seen (`see`), also while the loop still waits for others.
 """
 
 from __future__ import annotations
@@ -15,16 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from keepstep.checkpoint.history import verified_steps
 from keepstep.controller.groups import RankGroup
 from keepstep.controller.reporting import logger
 from keepstep.controller.supervision import Supervisor
-from keepstep.errors import BugError, WorkerDiedError
+from keepstep.controller.workforce import Workforce
+from keepstep.errors import BugError, KeepstepError, NoProgressError, WorkerDiedError
 
 if TYPE_CHECKING:
-    from keepstep.controller.cluster import Cluster
     from keepstep.controller.saver import Saver
     from keepstep.controller.session import Session
     from keepstep.controller.state import TrainState
@@ -51,14 +51,14 @@ class Recovery:
     """What replaces workers of one attempt."""
 
     session: Session
-    cluster: Cluster
     supervisor: Supervisor
+    workforce: Workforce
     ranks: RankGroup
-    start_engine: Callable[[int], Any]
-    start_ranks: Callable[[], list[Any]]
     load: Callable[[], TrainState]
     """Choose the best verified checkpoint and load it into the ranks."""
     budget: Budget = field(init=False)
+    _coming: dict[str, float] = field(default_factory=dict)
+    """Engines whose replacement is on its way, and since when."""
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.session.config.recovery.max_in_a_row)
@@ -66,42 +66,51 @@ class Recovery:
     def weights(self) -> Any:
         return self.ranks.full_weights()
 
-    def replace(self, actors: list[Any], lost: list[int], error: WorkerDiedError) -> None:
+    def see(self, gone: set[str], what: str) -> None:
+        """Told of workers that died while the answer of others is waited for, and what for.
+
+        Raises:
+            WorkerDiedError: a rank died, so that what is waited for is of no use any more.
+        """
+        error = WorkerDiedError(f"{what}: {', '.join(sorted(gone))} died.").of(gone)
+        if any(role.startswith("rank ") for role in gone):
+            raise error
+        for role in gone - set(self._coming):
+            self._start_engine(role, error)
+
+    def replace(self, actors: list[Any], lost: list[int], error: KeepstepError) -> None:
         """Start lost engines again, in their places.
 
         Raises:
-            WorkerDiedError: `error`, when recovery is off or its budget is used up.
+            KeepstepError: `error`, when recovery is off or its budget is used up.
         """
-        begin = self._begin("engine", error)
         for index in lost:
-            actors[index] = self.start_engine(index)
-        calls = [(f"engine {index}", actors[index].identity.remote()) for index in lost]
-        timeout_s = self.session.config.timeouts.start_s
-        identities = self.supervisor.gather(calls, timeout_s, "starting the engines again")
-        for index, identity in zip(lost, identities, strict=True):
-            self.cluster.record("engine", index, identity)
-        self._end("engine", begin)
+            if f"engine {index}" not in self._coming:
+                self.workforce.end(f"engine {index}", actors[index])
+                self._start_engine(f"engine {index}", error)
+        for index in lost:
+            actors[index] = self.workforce.engine(index)
+            self._end("engine", self._coming.pop(f"engine {index}"))
 
-    def replace_ranks(self, saver: Saver, error: WorkerDiedError) -> TrainState:
+    def replace_ranks(self, saver: Saver, error: KeepstepError) -> TrainState:
         """New ranks for the whole group, with the state of the best verified checkpoint.
 
         Raises:
-            WorkerDiedError: `error`, when no rank died, recovery is off or its budget is used up.
+            KeepstepError: `error`, when no rank is lost, recovery is off or its budget is used up.
         """
-        if not any(role.startswith("rank ") for role in error.roles):
+        lost = sorted(role for role in error.roles if role.startswith("rank "))
+        if not lost:
             raise error
-        begin = self._begin("rank", error)
+        begin = self._begin("rank", lost, error)
         self.session.leaving.training = False
-        for actor in self.ranks.actors:
-            ray.kill(actor)
+        for rank, actor in enumerate(self.ranks.actors):
+            self.workforce.end(f"rank {rank}", actor)
+        self.workforce.start_ranks()
         try:
             saver.wait()
-        except (WorkerDiedError, BugError) as failure:
+        except (WorkerDiedError, NoProgressError, BugError) as failure:
             logger.warning("the save in flight is dropped: %s", failure.message)
-        self.ranks.actors = self.start_ranks()
-        self.ranks.wait_until_started()
-        for rank, identity in enumerate(self.ranks.identities):
-            self.cluster.record("rank", rank, identity)
+        self.ranks.actors, self.ranks.identities = self.workforce.ranks()
         self.ranks.connect()
         state = self.load()
         saver.start_over(state.global_step)
@@ -109,12 +118,15 @@ class Recovery:
         self._end("rank", begin)
         return state
 
-    def _begin(self, role: str, error: WorkerDiedError) -> float:
+    def _start_engine(self, role: str, error: KeepstepError) -> None:
+        self._coming[role] = self._begin("engine", [role], error)
+        self.workforce.start_engine(int(role.removeprefix("engine ")))
+
+    def _begin(self, role: str, lost: list[str], error: KeepstepError) -> float:
         settings = self.session.config.recovery
         verified = max(verified_steps(self.session.run), default=0)
         if self.session.config.trainer.debug or not settings.in_place or not self.budget.take(verified):
             raise error
-        lost = sorted(name for name in error.roles if name.startswith(role))
         logger.warning(
             "%s: replaced in place (%d in a row of at most %d)", error.message, self.budget.used, settings.max_in_a_row
         )
@@ -123,3 +135,5 @@ class Recovery:
 
     def _end(self, role: str, begin: float) -> None:
         self.session.events.emit("recovered", role=role, seconds=round(time.monotonic() - begin, 3))
+        if self.session.config.recovery.warm_spare:
+            self.workforce.stand_by()

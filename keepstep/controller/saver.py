@@ -68,6 +68,8 @@ class Saver:
     start_writers: Callable[[], Writers]
     writers: Writers
     last_saved: int | None = None
+    lasted_s: float | None = None
+    """From the snapshot to the verified checkpoint, the last time; None before the first."""
     wanted: bool = False
     """A save failed its verification: save again at the next step."""
     _in_flight: Future[None] | None = None
@@ -157,6 +159,7 @@ class Saver:
             self._reject(request.step, reasons)
             return
         self._num_failures = 0
+        self.lasted_s = time.monotonic() - begin
         point(self.context.run.latest_link, self.context.run, request.step, self.attempt.check)
         self._retire(request.step)
         if self.uploader is not None and self._goes_to_store(request.step):

@@ -44,6 +44,7 @@ from keepstep.errors import (
 )
 from keepstep.events.log import EventLog, Listener, utc_now
 from keepstep.platform import servers
+from keepstep.preflight.lease import wait_until_free
 from keepstep.preflight.model import model_folder
 from keepstep.preflight.resume import make_plan
 from keepstep.preflight.start import Start, prepare
@@ -68,6 +69,7 @@ def run_attempt(
     """
     run = RunDir.at(config.trainer.output_dir)
     start: Start | None = None
+    wait_until_free(run, config.retry, logger.warning)
     try:
         start = prepare(config)
         if config.trainer.debug:
@@ -142,10 +144,12 @@ class Session:
         outcome: Record = {"status": "failed", "class": "bug", "message": "ended without a word", "retry": True}
         try:
             result = self.execute()
+            self.leaving.ending = True
             outcome = {"status": "finished", "step": result["final_step"]}
             self.events.emit("finished", step=result["final_step"], result=result)
             return result
         except BaseException as error:
+            self.leaving.ending = True
             failure = self._classify(error)
             outcome = outcome_of(failure)
             self._tell(failure, outcome)

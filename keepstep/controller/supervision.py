@@ -1,6 +1,7 @@
 """Waiting for remote work: always with a time limit, always telling which role failed.
 
-Ray reports a dead actor in a fraction of a second and a hung one never, so every wait has a deadline.
+Ray reports a dead actor to whoever waits for its answer, and a hung one never: so every wait has a deadline, and the
+processes that nobody waits for right now (ranks during a rollout) are looked at as well.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ray.exceptions import (
 )
 
 from keepstep import errors
+from keepstep.processes import ProcessRef, hostname
 
 POLL_S = 0.5
 CAUSE_PATIENCE_S = 3.0
@@ -30,6 +32,10 @@ class Supervisor:
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
+        self.watched: dict[str, ProcessRef] = {}
+        """Processes by role that are looked at during every wait, whomever it is for."""
+        self.see: Callable[[set[str], str], None] = lambda _gone, _what: None
+        """Told which of them have ended while another's answer is waited for, and what for; may raise."""
 
     def gather(self, calls: Sequence[tuple[str, Any]], timeout_s: float, what: str) -> list[Any]:
         """Results of (role, reference) pairs, in order.
@@ -45,9 +51,12 @@ class Supervisor:
         while len(results) < len(role_of):
             pending = [reference for reference in role_of if reference not in results]
             self._check()
+            if gone := self._gone() - {role_of[reference] for reference in pending}:
+                self.see(gone, what)
             if time.monotonic() > deadline:
-                roles = ", ".join(sorted({role_of[reference] for reference in pending}))
-                raise errors.NoProgressError(f"{what}: no answer from {roles} within {timeout_s:.0f} s.")
+                late = {role_of[reference] for reference in pending}
+                message = f"{what}: no answer from {', '.join(sorted(late))} within {timeout_s:.0f} s."
+                raise errors.NoProgressError(message).of(late)
             ready, _ = ray.wait(pending, num_returns=1, timeout=POLL_S)
             for reference in ready:
                 try:
@@ -55,6 +64,11 @@ class Supervisor:
                 except (RayActorError, RayTaskError, GetTimeoutError) as error:
                     raise self._diagnose(error, role_of, reference, pending, what) from error
         return [results[reference] for _, reference in calls]
+
+    def _gone(self) -> set[str]:
+        """Watched roles whose process has ended. Those of other hosts cannot be looked at from here."""
+        here = hostname()
+        return {role for role, ref in self.watched.items() if ref.host == here and not ref.alive()}
 
     def _diagnose(
         self, error: Exception, role_of: dict[Any, str], failed: Any, pending: list[Any], what: str
@@ -67,7 +81,8 @@ class Supervisor:
             message = f"{what}: {', '.join(sorted(dead))} died."
             return errors.WorkerDiedError(message, f"Ray says: {causes}").of(dead)
         found = classify(error, what)
-        return found.of([role_of[failed]]) if isinstance(found, errors.WorkerDiedError) else found
+        lost = isinstance(found, errors.WorkerDiedError | errors.NoProgressError)
+        return found.of([role_of[failed]]) if lost and not found.roles else found
 
     def _dead_roles(self, role_of: dict[Any, str], pending: list[Any], patience_s: float) -> dict[str, str]:
         """Role to Ray's own word on its death."""

@@ -24,15 +24,18 @@ from keepstep.checkpoint.cadence import due
 from keepstep.config.schema import RunConfig
 from keepstep.controller import resume_probe
 from keepstep.controller.groups import EngineGroup, RankGroup
+from keepstep.controller.leaving import Leaving
+from keepstep.controller.pace import Pace
 from keepstep.controller.saver import Saver
 from keepstep.controller.state import TrainState
 from keepstep.data.loader import Dataset, Row
 from keepstep.data.order import rows_at, sample_seed
-from keepstep.errors import NonFiniteError, StaleWeightsError
+from keepstep.errors import NonFiniteError, NoProgressError, StaleWeightsError
 from keepstep.rewards.load import RewardFunction, score
 from keepstep.rollout.types import Request, Response
 
 Metrics = dict[str, float]
+VAL = "val/reward/mean"
 
 
 @dataclass
@@ -51,8 +54,8 @@ class Parts:
     """Held-out prompts whose log-probs are stored with every checkpoint."""
     report: Callable[[int, Metrics], None]
     """Told every finished step."""
-    heed: Callable[[], bool]
-    """Whether the attempt was asked to leave."""
+    leaving: Leaving
+    """Whether and how fast the attempt should end."""
 
 
 class Trainer:
@@ -63,20 +66,24 @@ class Trainer:
         self.parts = parts
         self.state = state
         self.total_steps = total_steps
-        self._timings: Metrics = {}
+        self.pace = Pace()
 
     def fit(self) -> None:
         """Train to the last step, or to the end of the step in which the attempt is asked to leave.
 
         The engines hold the policy's weights already.
+
+        Raises:
+            StepDropped: asked to leave, and the running step or validation would not end in time. The ranks hold the
+                state of the last finished step.
         """
-        if self.state.global_step == 0 and self.config.trainer.val_before_train:
+        if self.validation_owed():
             self.validate()
         while self.state.global_step < self.total_steps:
             self.step()
             if self.save_due():
                 self.save()
-            if self.parts.heed():
+            if self.parts.leaving.heed():
                 break
 
     def step(self) -> None:
@@ -89,9 +96,12 @@ class Trainer:
         metrics = self.update(batch)
         self.advance(batch, rewards, responses, metrics)
         self.sync_weights()
-        if self._due(self.config.trainer.test_freq):
-            metrics |= self.validate()
-        self.report(metrics, begin)
+        try:
+            if self._due(self.config.trainer.test_freq):
+                metrics |= self.validate()
+        finally:
+            # The step is finished, whatever becomes of its validation.
+            self.report(metrics, begin)
 
     def next_prompts(self) -> list[Row]:
         """The next rows in the run's order; that order is a function of (seed, offset) alone."""
@@ -113,7 +123,7 @@ class Trainer:
             for prompt, row in enumerate(rows)
             for sample in range(rollout.n)
         ]
-        with self._timed("rollout"):
+        with self.pace.act("rollout"):
             return self.parts.engines.generate(
                 requests,
                 version=self.state.global_step,
@@ -124,8 +134,8 @@ class Trainer:
     def score(self, rows: list[Row], responses: list[Response]) -> np.ndarray:
         """Rewards [num_prompts, group_size]."""
         group_size = self.config.actor_rollout_ref.rollout.n
-        with self._timed("reward"):
-            rewards = [self._score_one(rows[index // group_size], response) for index, response in enumerate(responses)]
+        with self.pace.act("reward"):
+            rewards = self._score([row for row in rows for _ in range(group_size)], responses)
         return np.array(rewards, dtype=np.float64).reshape(len(rows), group_size)
 
     def advantages(self, rewards: np.ndarray) -> np.ndarray:
@@ -148,10 +158,10 @@ class Trainer:
         shards = [batch.rows([row for mini in rank for row in mini]) for rank in dealt]
         sizes = [[len(mini) for mini in rank] for rank in dealt]
         mini_batches = [[list(range(sum(s[:i]), sum(s[: i + 1]))) for i in range(len(s))] for s in sizes]
-        with self._timed("log_probs"):
+        with self.pace.act("log_probs"):
             log_probs = self.parts.ranks.log_probs(shards)
         guard = self._guard(shards, log_probs)
-        with self._timed("update"):
+        with self.pace.act("update"):
             return guard | self.parts.ranks.update(shards, log_probs, mini_batches)
 
     def advance(self, batch: Batch, rewards: np.ndarray, responses: list[Response], metrics: Metrics) -> None:
@@ -179,8 +189,13 @@ class Trainer:
 
     def sync_weights(self) -> None:
         """Give the engines the policy's weights as version `global_step`."""
-        with self._timed("weight_sync"):
+        with self.pace.act("weight_sync"):
             self.parts.engines.update_weights(self.parts.ranks.full_weights(), self.state.global_step)
+
+    def validation_owed(self) -> bool:
+        """Before the first step, and where an attempt left in the validation of the step that it saved."""
+        step, trainer = self.state.global_step, self.config.trainer
+        return trainer.val_before_train if step == 0 else self._due(trainer.test_freq) and VAL not in self.state.metrics
 
     def validate(self) -> Metrics:
         """Mean reward on the validation set, greedy unless `rollout.val_kwargs` says otherwise."""
@@ -189,7 +204,7 @@ class Trainer:
         val_set, seed = self.parts.val_set, self.config.trainer.seed
         rows = [val_set[index] for index in range(len(val_set))]
         rewards: list[float] = []
-        with self._timed("validation"):
+        with self.pace.act("validation"):
             for first in range(0, len(rows), self.config.data.val_batch_size):
                 part = rows[first : first + self.config.data.val_batch_size]
                 seeds = [sample_seed(seed, self.state.global_step, first + index, -1) for index in range(len(part))]
@@ -199,15 +214,14 @@ class Trainer:
                     max_tokens=self.config.data.max_response_length,
                     temperature=self.config.actor_rollout_ref.rollout.val_kwargs.temperature,
                 )
-                rewards += [self._score_one(row, response) for row, response in zip(part, responses, strict=True)]
+                rewards += self._score(part, responses)
         self.state.val_dataset_offset += len(rows)
-        found = {"val/reward/mean": float(np.mean(rewards))}
+        found = {VAL: float(np.mean(rewards))}
         self.state.metrics |= found
         return found
 
     def report(self, metrics: Metrics, begin: float) -> None:
-        timings = {f"timing_s/{name}": value for name, value in self._timings.items()}
-        self._timings = {}
+        timings = {f"timing_s/{name}": value for name, value in self.pace.end_step().items()}
         self.parts.report(self.state.global_step, metrics | timings | {"timing_s/step": time.monotonic() - begin})
 
     def save_due(self) -> bool:
@@ -217,7 +231,7 @@ class Trainer:
 
     def save(self) -> None:
         """Hand a snapshot of the state to the saver; it writes, verifies and publishes behind the loop."""
-        with self._timed("save"):
+        with self.pace.act("save"):
             if prompts := self.parts.probe_prompts:
                 self.state.probe = resume_probe.record(prompts, self.parts.ranks.probe(prompts))
             self.parts.saver.save(self.state, self.parts.ranks)
@@ -225,9 +239,24 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return due(self.state.global_step, every)
 
-    def _score_one(self, row: Row, response: Response) -> float:
-        text = self.parts.decode(response.token_ids)
-        return score(self.parts.reward, row.data_source, text, row.ground_truth, row.extra_info)
+    def _score(self, rows: list[Row], responses: list[Response]) -> list[float]:
+        """One reward per response. Scored here, in the main thread: verifiers set alarms, which work nowhere else."""
+        rewards: list[float] = []
+        timeout_s, text = self.config.timeouts.reward_s, ""
+
+        def late() -> NoProgressError:
+            row = rows[len(rewards)]
+            return NoProgressError(
+                f"Step {self.state.global_step + 1}: the reward function did not end within {timeout_s:.0f} s.",
+                f"It hangs on the response {text[:60]!r} to a row of {row.data_source!r}; or raise timeouts.reward_s.",
+            )
+
+        with self.parts.leaving.limit(timeout_s, late):
+            for row, response in zip(rows, responses, strict=True):
+                self.parts.leaving.check()
+                text = self.parts.decode(response.token_ids)
+                rewards.append(score(self.parts.reward, row.data_source, text, row.ground_truth, row.extra_info))
+        return rewards
 
     def _guard(self, shards: list[Batch], log_probs: list[dict[str, Any]]) -> Metrics:
         """Largest and mean |engine - trainer| log-prob of the sampled tokens.
@@ -248,25 +277,9 @@ class Trainer:
             )
         return {"rollout/logprob_gap_max": worst, "rollout/logprob_gap_mean": float(gaps.mean()) if gaps.size else 0.0}
 
-    def _timed(self, name: str) -> _Timer:
-        return _Timer(self._timings, name)
-
 
 def identical_groups(responses: list[Response], group_size: int) -> float:
     """Share of groups whose responses are all the same text: near 1, sampling is broken or the policy has collapsed."""
     groups = [responses[first : first + group_size] for first in range(0, len(responses), group_size)]
     same = [len({tuple(response.token_ids) for response in group}) == 1 for group in groups]
     return float(np.mean(same)) if group_size > 1 else 0.0
-
-
-class _Timer:
-    """Adds the seconds of a `with` block to a metric."""
-
-    def __init__(self, timings: Metrics, name: str) -> None:
-        self._timings, self._name = timings, name
-
-    def __enter__(self) -> None:
-        self._begin = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._timings[self._name] = self._timings.get(self._name, 0.0) + time.monotonic() - self._begin

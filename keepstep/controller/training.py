@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,15 +10,26 @@ from keepstep.checkpoint import layout
 from keepstep.config.load import to_yaml
 from keepstep.controller import resume_probe
 from keepstep.controller.cluster import NUM_ENGINES, Cluster
+from keepstep.controller.draining import DrainWatch
 from keepstep.controller.groups import EngineGroup, RankGroup
+from keepstep.controller.leaving import StepDropped
 from keepstep.controller.recovery import Recovery
 from keepstep.controller.reporting import Reporter, logger
 from keepstep.controller.resuming import load_state
 from keepstep.controller.saver import SaveContext, Saver, Writers
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
+from keepstep.controller.workforce import Workforce
 from keepstep.controller.writers import FullWriter, ShardWriters
-from keepstep.errors import ConfigError, DataError, NoRoomError, Preempted, WorkerDiedError
+from keepstep.errors import (
+    ConfigError,
+    DataError,
+    NoProgressError,
+    NoRoomError,
+    Preempted,
+    StorageError,
+    WorkerDiedError,
+)
 from keepstep.preflight import node
 from keepstep.preflight.checks import FAIL
 from keepstep.preflight.device import resolve_device
@@ -34,15 +44,18 @@ if TYPE_CHECKING:
     from keepstep.controller.trainer import Parts, Trainer
 
 
+LAST_WORDS_S = 5.0
+"""Of the grace, for ending the processes and recording the end."""
+
+
 @dataclass
 class Crew:
-    """The workers of an attempt, and how more of them are started."""
+    """The workers of an attempt, and who starts more of them."""
 
     ranks: RankGroup
     engines: EngineGroup
     saver: Saver
-    start_ranks: Callable[[], list[Any]]
-    start_engine: Callable[[int], Any]
+    workforce: Workforce
 
 
 def train(session: Session, chosen: ResumePlan) -> None:
@@ -55,6 +68,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
     for index in range(NUM_ENGINES):
         check_port(engine_port(session.config.actor_rollout_ref.rollout, index), node.PORT_KEY)
     cluster = Cluster(session.config, session.run, session.attempt, device)
+    drains = DrainWatch(cluster, session.leaving, session.events)
     saver: Saver | None = None
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="data") as loader:
@@ -64,6 +78,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
             cluster.start()
             if session.config.ray.address:
                 check_nodes(session)
+                drains.start()
             session.leaving.take_signals()
             supervisor = Supervisor(session.leaving.check)
             crew = start_workers(session, chosen, cluster, supervisor, device)
@@ -79,13 +94,16 @@ def train(session: Session, chosen: ResumePlan) -> None:
         def load_again() -> TrainState:
             return load_state(session, session.take_up_again(), crew.ranks, supervisor, num_rows)
 
-        recovery = Recovery(session, cluster, supervisor, crew.ranks, crew.start_engine, crew.start_ranks, load_again)
-        crew.engines.recovery = recovery
+        recovery = Recovery(session, supervisor, crew.workforce, crew.ranks, load_again)
+        crew.engines.recovery, supervisor.see = recovery, recovery.see
+        if session.config.recovery.warm_spare:
+            crew.workforce.stand_by()
         fit(session, parts, state, recovery)
         reporter.close()
     finally:
         if saver is not None:
             saver.close()
+        drains.stop()
         cluster.stop()
 
 
@@ -108,17 +126,31 @@ def check_nodes(session: Session) -> None:
 
 
 def fit(session: Session, parts: Parts, state: TrainState, recovery: Recovery) -> None:
-    """Train to the end, over the loss of ranks as often as they may be replaced."""
+    """Train to the end, over the loss of ranks as often as they may be replaced.
+
+    Raises:
+        Preempted: asked to leave; what could be saved in the grace is saved and verified.
+    """
     from keepstep.controller.trainer import Trainer
 
     trainer = Trainer(session.config, parts, state, session.start.total_steps)
-    session.leaving.training = True
-    while True:
-        try:
-            train_to_end(session, trainer, parts)
-            return
-        except WorkerDiedError as error:
-            trainer.state = recovery.replace_ranks(parts.saver, error)
+    leaving = session.leaving
+    leaving.drops = lambda remaining_s: trainer.pace.drops(remaining_s, parts.saver.lasted_s)
+    leaving.training = True
+    try:
+        while True:
+            try:
+                train_to_end(session, trainer, parts)
+                return
+            except (WorkerDiedError, NoProgressError) as error:
+                if leaving.heed():
+                    # The machines are being taken: what was lost now is not waited for.
+                    raise Preempted(
+                        f"Asked to leave, and then: {error.message}", "The same command goes on."
+                    ) from error
+                trainer.state = recovery.replace_ranks(parts.saver, error)
+    finally:
+        leaving.training = False
 
 
 def train_to_end(session: Session, trainer: Trainer, parts: Parts) -> None:
@@ -128,7 +160,11 @@ def train_to_end(session: Session, trainer: Trainer, parts: Parts) -> None:
     if session.config.trainer.debug:
         trainer.step()
         return
-    trainer.fit()
+    try:
+        trainer.fit()
+    except StepDropped:
+        remaining_s = session.leaving.remaining_s()
+        logger.info("what runs is dropped, %.0f s of the grace are left: saving what stands", remaining_s)
     state = trainer.state
     if parts.saver.last_saved != state.global_step:
         trainer.save()
@@ -140,25 +176,29 @@ def train_to_end(session: Session, trainer: Trainer, parts: Parts) -> None:
     if parts.saver.last_saved != state.global_step:
         raise NoRoomError(f"Step {state.global_step} could not be saved: no room.", "Free space, start again.")
     if state.global_step < session.start.total_steps:
+        upload_if_it_fits(session, state.global_step)
         raise Preempted(f"Asked to leave: step {state.global_step} is saved and verified.", "The same command goes on.")
+
+
+def upload_if_it_fits(session: Session, step: int) -> None:
+    """Bring the step that was saved on the way out into the store, if the grace allows: the disk may not stay."""
+    remaining_s = session.leaving.remaining_s() - LAST_WORDS_S
+    if session.uploader is None or remaining_s <= 0:
+        return
+    session.uploader.add(step)
+    try:
+        session.uploader.drain(remaining_s)
+    except StorageError as error:
+        logger.warning("step %d is saved here, but not in the store: %s", step, error.message)
 
 
 def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, supervisor: Supervisor, device: str) -> Crew:
     """Start all processes at once and record them; they import side by side."""
-    from keepstep.actor.rank import RankSpec, rank_environment
+    from keepstep.actor.rank import RankSpec
 
     config = session.config
     model_dir = session.model_files(chosen.step)
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    max_model_len = config.data.max_prompt_length + config.data.max_response_length
-
-    def start_engine(index: int) -> Any:
-        return cluster.engine(index, model_dir, max_model_len)
-
-    def start_ranks() -> list[Any]:
-        return [cluster.rank(spec, rank_environment(device)) for spec in specs]
-
-    engines = EngineGroup([start_engine(index) for index in range(NUM_ENGINES)], supervisor, config.timeouts)
     specs = [
         RankSpec(
             rank=rank,
@@ -174,23 +214,30 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
         )
         for rank in range(config.world_size)
     ]
-    ranks = RankGroup(start_ranks(), supervisor, config.timeouts)
-    ranks.wait_until_started()
-    for rank, identity in enumerate(ranks.identities):
-        cluster.record("rank", rank, identity)
-    saver = start_saver(session, chosen, cluster, supervisor, ranks)
+    workforce = Workforce(
+        cluster,
+        supervisor,
+        specs=specs,
+        model_dir=model_dir,
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        timeout_s=config.timeouts.start_s,
+    )
+    for index in range(NUM_ENGINES):
+        workforce.start_engine(index)
+    workforce.start_ranks()
+    ranks = RankGroup(*workforce.ranks(), supervisor, config.timeouts)
+    saver = start_saver(session, chosen, cluster, ranks)
     ranks.connect()
-    for index, identity in enumerate(engines.identities()):
-        cluster.record("engine", index, identity)
+    actors = [workforce.engine(index) for index in range(NUM_ENGINES)]
     cluster.record_services()
-    return Crew(ranks, engines, saver, start_ranks, start_engine)
+    return Crew(ranks, EngineGroup(actors, supervisor, config.timeouts), saver, workforce)
 
 
-def start_saver(
-    session: Session, chosen: ResumePlan, cluster: Cluster, supervisor: Supervisor, ranks: RankGroup
-) -> Saver:
+def start_saver(session: Session, chosen: ResumePlan, cluster: Cluster, ranks: RankGroup) -> Saver:
     """The saver with its writers."""
     config = session.config
+    # Its thread writes on while the loop is asked to leave: that save is what stays.
+    supervisor = Supervisor(session.leaving.check_fence)
     sharded = config.checkpoint.layout == layout.SHARDED
 
     def start_writers() -> Writers:
@@ -292,5 +339,5 @@ def build_parts(session: Session, crew: Crew, data: tuple[Any, Any, Any], report
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
         report=report,
-        heed=session.leaving.heed,
+        leaving=session.leaving,
     )

@@ -1,6 +1,7 @@
 """The Ray actors: one process per role, each a thin shell around the engine part that it runs.
 
-Imports of torch and vLLM stand inside the constructors, so the controller can name these classes without them.
+Imports of torch and vLLM stand inside the constructors, so the controller can name these classes without them. Ranks
+and engines are then built by a call of its own: between the two a process can stand by as a spare.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ class Worker:
     """What every actor answers."""
 
     def identity(self) -> dict[str, Any]:
-        """Where this process runs: {"pid", "start_time", "host", "node_id"}."""
+        """Where this process runs, and its memory: {"pid", "start_time", "host", "node_id", "rss_bytes"}."""
         import ray
 
-        from keepstep.processes import hostname, start_time
+        from keepstep.processes import hostname, rss_bytes, start_time
 
-        node_id = ray.get_runtime_context().get_node_id()
-        return {"pid": os.getpid(), "start_time": start_time(os.getpid()), "host": hostname(), "node_id": node_id}
+        pid, node_id = os.getpid(), ray.get_runtime_context().get_node_id()
+        return {
+            "pid": pid,
+            "start_time": start_time(pid),
+            "host": hostname(),
+            "node_id": node_id,
+            "rss_bytes": rss_bytes(pid),
+        }
 
     def rendezvous(self) -> tuple[str, int]:
         """An address on this node where a process group can meet."""
@@ -36,10 +43,14 @@ class Worker:
 
 
 class RankWorker(Worker):
-    def __init__(self, spec: Any) -> None:
+    def __init__(self) -> None:
+        import keepstep.actor.rank  # noqa: F401
+
+    def build(self, spec: Any) -> dict[str, Any]:
         from keepstep.actor.rank import Rank
 
         self._rank = Rank(spec)
+        return self.identity()
 
     def rendezvous(self) -> tuple[str, int]:
         import ray
@@ -82,10 +93,16 @@ class RankWorker(Worker):
 
 
 class EngineWorker(Worker):
-    def __init__(self, model_dir: str, config: Any, max_model_len: int, device: str) -> None:
+    def __init__(self, config: Any, device: str) -> None:
+        import keepstep.rollout.vllm_engine  # noqa: F401
+
+        self._config, self._device = config, device
+
+    def build(self, model_dir: str, max_model_len: int) -> dict[str, Any]:
         from keepstep.rollout.vllm_engine import VllmEngine
 
-        self._engine = VllmEngine(model_dir, config, max_model_len=max_model_len, device=device)
+        self._engine = VllmEngine(model_dir, self._config, max_model_len=max_model_len, device=self._device)
+        return self.identity()
 
     def update_weights(self, weights: Any, version: int) -> None:
         self._engine.update_weights(weights, version)

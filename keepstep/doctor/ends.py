@@ -10,10 +10,12 @@ import re
 from collections.abc import Callable, Iterable
 from shlex import quote as shell
 
+from keepstep.config.schema import RetryConfig
 from keepstep.doctor.evidence import AttemptEvidence, Evidence, Quote
 from keepstep.doctor.finding import NOTE, PROBLEM, Finding
 from keepstep.doctor.jumps import jump_of
-from keepstep.retry import OUTSIDE, Failure, decide
+from keepstep.errors import KILLS, NEVER, budget_of
+from keepstep.retry import AttemptEnd, Failure, decide, failures
 
 Rule = Callable[[Evidence], list[Finding]]
 SAME_COMMAND = "Start the same command again; `keepstep plan RUN` says where it goes on."
@@ -81,7 +83,9 @@ def out_of_memory(evidence: Evidence) -> list[Finding]:
 def node_lost(evidence: Evidence) -> list[Finding]:
     hits = failed(
         evidence,
-        lambda a: a.failure_class in OUTSIDE and bool(_NODE.search(f"{a.message} {a.outcome.get('remedy', '')}")),
+        lambda a: (
+            budget_of(a.failure_class) == KILLS and bool(_NODE.search(f"{a.message} {a.outcome.get('remedy', '')}"))
+        ),
     )
     return explain(
         evidence,
@@ -353,10 +357,10 @@ def repeated_failure(evidence: Evidence) -> list[Finding]:
     history = list(_history(evidence))
     if not history or evidence.finished or evidence.at_work:
         return []
-    numbers, failures = zip(*history, strict=True)
-    decision = decide(list(failures), _max_retries(evidence))
-    last = failures[-1]
-    if decision.retry or not last.retry:
+    numbers, failed_so = zip(*history, strict=True)
+    decision = decide(list(failed_so), RetryConfig(max_retries=_max_retries(evidence)))
+    last = failed_so[-1]
+    if decision.retry or last.budget == NEVER:
         return []
     same = [
         n for n, f in history if (f.failure_class, f.message, f.step) == (last.failure_class, last.message, last.step)
@@ -469,20 +473,14 @@ def _stop(name: str, cause: str, hits: list[AttemptEvidence], remedy: str) -> Fi
     return Finding(name, PROBLEM, cause, tuple(q for q in quotes if q), remedy, frozenset(hit.number for hit in hits))
 
 
-def _history(evidence: Evidence) -> Iterable[tuple[int, Failure]]:
-    """Failures since the last attempt that did not fail, as the retry decision saw them."""
-    step = verified = 0
-    found: list[tuple[int, Failure]] = []
-    for attempt in evidence.attempts:
-        steps = [row.step or 0 for row in attempt.events if row.kind == "step"]
-        step = steps[-1] if steps else step
-        verified = max([verified, *(row.step or 0 for row in attempt.events if row.kind == "checkpoint_verified")])
-        if attempt.outcome.get("status") not in ("failed", "fenced"):
-            found = []
-            continue
-        retry = bool(attempt.outcome.get("retry"))
-        found.append((attempt.number, Failure(attempt.failure_class, attempt.message, retry, step, verified)))
-    return found
+def _history(evidence: Evidence) -> list[tuple[int, Failure]]:
+    """Failures of the attempts, as the retry decision sees them."""
+
+    def end(attempt: AttemptEvidence) -> AttemptEnd:
+        verified = [row.step or 0 for row in attempt.events if row.kind == "checkpoint_verified"]
+        return AttemptEnd(attempt.number, attempt.outcome, attempt.last_step, max(verified, default=None))
+
+    return failures(map(end, evidence.attempts))
 
 
 def _max_retries(evidence: Evidence) -> int:

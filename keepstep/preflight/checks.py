@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from keepstep.attempts import Claim, claim, leftovers
+from keepstep.attempts import claim, leftovers
 from keepstep.config.load import leaves, load
 from keepstep.config.schema import RunConfig
 from keepstep.errors import (
@@ -39,6 +39,7 @@ from keepstep.errors import (
 )
 from keepstep.preflight import contract, node
 from keepstep.preflight.foreign_log import settings_in
+from keepstep.preflight.lease import holder
 from keepstep.preflight.model import model_folder
 from keepstep.preflight.start import STEPS, Start, Step
 from keepstep.processes import terminate
@@ -190,13 +191,8 @@ def _settings_of(config: RunConfig) -> dict[str, Any]:
     return dict(leaves(config.model_dump(mode="json")))
 
 
-def _claim(start: Start) -> Claim:
-    newest = max(start.run.attempt_numbers(), default=0)
-    return claim(start.run, newest, start.config.retry.lease_timeout_s)
-
-
 def _lease(start: Start) -> str:
-    verdict = _claim(start)
+    verdict = holder(start.run, start.config.retry)
     if not verdict.open:
         raise HeldError(
             f"{start.run.root} is held: {verdict.reason}.", "Wait for it, end it, or give another trainer.output_dir."
@@ -205,7 +201,7 @@ def _lease(start: Start) -> str:
 
 
 def _processes(start: Start) -> str:
-    if not _claim(start).open:
+    if not holder(start.run, start.config.retry).open:
         raise SkipError("the run is being trained: its processes are no leftovers")
     left = leftovers(start.run)
     if not left:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from keepstep.config.schema import RunConfig
 from keepstep.errors import ConfigError
 
 _CUDA_CONTROL = Path("/dev/nvidiactl")
@@ -20,3 +21,16 @@ def resolve_device(device: str) -> str:
     if device == "cuda" and not _CUDA_CONTROL.exists():
         raise ConfigError("trainer.device=cuda, but this machine has no CUDA driver.", "Use trainer.device=cpu.")
     return device
+
+
+def check_device(config: RunConfig) -> None:
+    """Whether the settings can be had on the device that they name.
+
+    Raises:
+        ConfigError: no driver is here, or the device does not take a setting.
+    """
+    if resolve_device(config.trainer.device) == "cuda" and config.recovery.warm_spare:
+        raise ConfigError(
+            "recovery.warm_spare=true keeps no spare for a GPU: it would need memory of the one that it stands for.",
+            "Leave it out, or train with trainer.device=cpu.",
+        )

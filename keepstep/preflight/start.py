@@ -29,7 +29,7 @@ from keepstep.errors import (
 )
 from keepstep.platform import servers
 from keepstep.preflight import contract
-from keepstep.preflight.device import resolve_device
+from keepstep.preflight.device import check_device
 from keepstep.preflight.folder import check_foreign, check_room, existing_parent, next_checkpoint_bytes, size
 from keepstep.preflight.model import (
     Files,
@@ -104,7 +104,7 @@ def prepare(config: RunConfig) -> Start:
 def _settings(start: Start) -> str:
     start.warnings += validate(start.config)
     contract.check_allowed(start.config.resume.allow)
-    resolve_device(start.config.trainer.device)
+    check_device(start.config)
     return f"{len(given_keys(start.config))} settings are given and go together"
 
 

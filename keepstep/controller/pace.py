@@ -1,0 +1,58 @@
+"""How long the acts of a step take, and whether a running one still fits into a time that ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+ACTS = ("rollout", "reward", "log_probs", "update", "weight_sync")
+"""What a step is made of, in order."""
+DROPPABLE = frozenset({"rollout", "reward", "log_probs", "validation"})
+"""Acts that leave the policy as it is: with them the whole step, or the validation, can be given up."""
+MARGIN = 1.25
+
+
+class Pace:
+    """Seconds of each act: of the running step, and of the last whole one."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._running: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._act: str | None = None
+        self._since = 0.0
+
+    @contextmanager
+    def act(self, name: str) -> Iterator[None]:
+        """Count the seconds of a `with` block."""
+        self._act, self._since = name, self._clock()
+        try:
+            yield
+        finally:
+            self._running[name] = self._running.get(name, 0.0) + self._clock() - self._since
+            self._act = None
+
+    def end_step(self) -> dict[str, float]:
+        """Seconds by act since the last call."""
+        found, self._running = self._running, {}
+        self._last |= found
+        return found
+
+    def drops(self, remaining_s: float, save_s: float | None) -> bool:
+        """Whether to give up what runs, with `remaining_s` left in which a save must still fit.
+
+        Args:
+            save_s: what a save takes until it is verified; None: not known, and half of the time is left for it.
+        """
+        if self._act not in DROPPABLE:
+            return False
+        return remaining_s < MARGIN * self._left_s() + (remaining_s / 2 if save_s is None else save_s)
+
+    def _left_s(self) -> float:
+        """Seconds until the running step, or the validation, is over; infinite where it was never measured."""
+        assert self._act is not None
+        following = ACTS[ACTS.index(self._act) + 1 :] if self._act in ACTS else ()
+        unknown = float("inf")
+        running_s = max(0.0, self._last.get(self._act, unknown) - (self._clock() - self._since))
+        return running_s + sum(self._last.get(name, unknown) for name in following)
