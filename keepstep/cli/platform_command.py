@@ -48,7 +48,7 @@ def described(state: local.Up, folder: Path) -> str:
             f"automations   {names}; silence counts as death after {state.silence_s:g} s",
             "",
             f"export PREFECT_API_URL={state.api}",
-            "prefect deployment run grpo-train/quickstart --watch",
+            "prefect deployment run grpo-train/quickstart",
             f"keepstep down {shlex.quote(str(folder))}",
         )
     )
