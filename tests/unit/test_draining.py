@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from keepstep.config.load import load
 from keepstep.controller import draining
+from keepstep.controller.cluster import Cluster
 from keepstep.controller.draining import DrainWatch, affected
+from keepstep.run import RunDir
 
 NOW = 1000.0
 WORKERS = {"a" * 40: ["rank 0", "engine 0"], "b" * 40: ["rank 1"], "c" * 40: ["controller"]}
@@ -81,3 +85,25 @@ def test_the_watch_outlasts_a_cluster_that_does_not_answer(monkeypatch: pytest.M
 def test_a_watch_that_was_never_started_can_be_stopped():
     fake: Any = Fake()
     DrainWatch(fake, fake, fake).stop()
+
+
+class FakeAttempt:
+    number = 1
+
+    def add_remote(self, ref: Any) -> None:
+        pass
+
+
+def test_what_was_replaced_stands_where_its_successor_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A node from which everything was moved may go; a spare, which holds nothing, may go with any node."""
+    attempt: Any = FakeAttempt()
+    cluster = Cluster(load("quickstart"), RunDir.at(tmp_path), attempt, "cpu")
+    monkeypatch.setattr(cluster, "own_node_id", lambda: "head")
+    for role, rank, node_id in [
+        ("rank", 0, "one"), ("rank", 1, "two"), ("engine", 0, "one"), ("writer", 0, "head"),
+        ("spare", None, "three"), ("rank", 1, "three"),
+    ]:  # fmt: skip
+        cluster.record(role, rank, {"pid": 1, "start_time": 1, "host": "h", "node_id": node_id})
+    assert cluster.by_node() == {
+        "one": ["rank 0", "engine 0"], "three": ["rank 1"], "head": ["writer 0", "controller"],
+    }  # fmt: skip
