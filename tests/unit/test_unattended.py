@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from keepstep.cli.main import build_parser
+from keepstep.cli.main import build_parser, main
 from keepstep.cli.run_command import PREFECT_DEFAULTS
 from keepstep.errors import ConfigError, KeepstepError
-from keepstep.platform import api, automations, guard, windows
+from keepstep.platform import api, automations, guard, local, windows
+from keepstep.run import write_json
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = yaml.safe_load((ROOT / "deployments" / "automations.yaml").read_text())["automations"]
@@ -193,3 +194,19 @@ def test_commands_of_the_document_exist():
     assert [line[:4] for line in lines if line[:1] == ["prefect"]] == [
         ["prefect", "deployment", "run", "grpo-train/quickstart"]
     ]
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_the_folder_of_a_run_is_not_that_of_a_platform(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+):
+    write_json(tmp_path / "mine" / "run.json", {"run_id": "a"})
+    assert main([command, str(tmp_path / "mine")]) == 2
+    assert f"Give the folder that holds it: {tmp_path}\n" in capsys.readouterr().err
+    assert not (tmp_path / ".keepstep").exists() and not (tmp_path / "mine" / ".keepstep").exists()
+
+
+def test_files_of_a_platform_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(local, "_FOLDERS", (tmp_path,))
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'prefect.yaml'}: no such file")):
+        local.deployment_file("prefect.yaml")
