@@ -165,6 +165,9 @@ def train_to_end(session: Session, trainer: Trainer, parts: Parts) -> None:
     except StepDropped:
         remaining_s = session.leaving.remaining_s()
         logger.info("what runs is dropped, %.0f s of the grace are left: saving what stands", remaining_s)
+        if trainer.state.global_step == session.start.total_steps:
+            # Saved now, the run would count as done without its last validation.
+            raise Preempted("Asked to leave in the last validation.", "The same command trains it again.") from None
     state = trainer.state
     if parts.saver.last_saved != state.global_step:
         trainer.save()
