@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: run test lint setup clean test-unit test-integration test-gpu exact bench-checkpoint bench-commands bench-dataset bench-s3 chaos doctor-fixtures help
+.PHONY: run test lint setup clean test-unit test-integration test-gpu exact bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 chaos doctor-fixtures help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -56,6 +56,9 @@ bench-dataset: setup $(DUCKDB)/.installed  ## dataset check of 1,000 files again
 
 bench-s3: setup  ## uploads and restores against s3fs and boto3, on a null server
 	$(BIN)/python -m benchmarks.s3 $(ARGS)
+
+bench-recovery: setup  ## from a kill to the next optimizer step, against the cold start of the whole job
+	$(BIN)/python -m benchmarks.recovery $(ARGS)
 
 N ?= 1
 SEED ?= 1

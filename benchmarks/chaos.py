@@ -53,7 +53,8 @@ OVERRIDES = [
     f"trainer.total_training_steps={TOTAL_STEPS}", "trainer.save_freq=3", "trainer.test_freq=8",
     "checkpoint.keep_last=50", "s3.upload_interval=6", "retry.delays_s=[0.2]", "retry.max_retries=8",
     # Longer than anything legitimate here, even next to other work.
-    "timeouts.start_s=150", "s3.final_timeout_s=60", "timeouts.step_s=60", "timeouts.collective_s=30", "checkpoint.save_timeout_s=60", "checkpoint.verify_timeout_s=60",
+    "timeouts.start_s=150", "s3.final_timeout_s=60", "timeouts.step_s=60", "timeouts.collective_s=30",
+    "checkpoint.save_timeout_s=60", "checkpoint.verify_timeout_s=60",
 ]  # fmt: skip
 KILLED = ("rank", "rank", "engine", "engine", "controller", "writer", "verifier", "uploader", "ray", "flow")
 STOPPED = ("rank", "engine", "writer", "verifier", "uploader", "controller")
