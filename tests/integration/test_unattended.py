@@ -98,10 +98,10 @@ class Platform:
         return found
 
     def states(self, flow_run: str) -> list[str]:
-        """Names of all states that a flow run was in, the first one first, without Late, which is a matter of load."""
+        """Names of the states that a flow run was in, the first one first; not those between Pending and Running."""
         found = self.api.ask("GET", f"flow_run_states/?flow_run_id={flow_run}")
         names = [state["name"] for state in sorted(found, key=lambda state: state["timestamp"])]
-        return [name for name in names if name != "Late"]
+        return [name for name in names if name not in ("Late", "Submitting")]
 
     def heard_of(self, flow_run: Record) -> bool:
         """Whether the server's triggers have been told of the state that a flow run is in."""
@@ -242,7 +242,7 @@ def test_killed_flow_goes_on_and_a_second_run_of_its_folder_is_refused(platform:
     watched.wait_for("attempt 1", lambda events: any(event["event"] == "attempt_started" for event in events))
 
     second = platform.start(watched.run, settings(24))
-    refused = platform.wait_for_state(second, "Failed")
+    refused = platform.wait_for(second, "a failure", lambda found: found["state"]["type"] == "FAILED")
     assert "is held: attempt 1 runs on this host as process" in refused["state"]["message"]
     assert watched.run.attempt_numbers() == [1] and watched.flow().alive()
 

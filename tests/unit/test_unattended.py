@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from keepstep import retry
 from keepstep.cli.main import build_parser, main
 from keepstep.cli.run_command import PREFECT_DEFAULTS
 from keepstep.errors import ConfigError, KeepstepError
@@ -71,6 +72,14 @@ def test_silence_is_waited_for_from_the_moment_that_a_worker_takes_a_run():
     begins = {"prefect.flow-run.Pending", "prefect.flow-run.Running", "prefect.flow-run.heartbeat"}
     assert set(silent["trigger"]["after"]) == begins
     assert begins <= set(silent["trigger"]["expect"]), "each of them begins the window anew"
+
+
+def test_a_run_that_failed_for_good_is_not_missed():
+    """A state's event bears the state's name: under a name that nobody waits for, a failed run would be silent."""
+    names = {"Failed", "StartsInVain", retry.NOT_RETRYABLE, retry.SAME_FAILURE, retry.RETRIES_EXHAUSTED}
+    assert {action["name"] for one in SHIPPED for action in one["actions"] if action["state"] == "FAILED"} <= names
+    for one in proactive():
+        assert {f"prefect.flow-run.{name}" for name in names} <= set(one["trigger"]["expect"])
 
 
 def as_found(automation: dict[str, Any], id: str) -> dict[str, Any]:
