@@ -122,7 +122,13 @@ def measure(folder: Path, mode: str, victim: str) -> dict[str, Any]:
 
 def wait_for_spares(driver: Driver) -> None:
     """Until a living spare stands by for every role."""
-    driver.wait_for("all spares", lambda _: sum(r.role == "spare" and r.alive() for r in driver.processes()) >= 3)
+
+    def standing_by(_events: list[dict[str, Any]]) -> bool:
+        alive = [ref for ref in driver.processes() if ref.alive()]
+        at_work = {ref.pid for ref in alive if ref.role != "spare"}
+        return sum(ref.role == "spare" and ref.pid not in at_work for ref in alive) >= 3
+
+    driver.wait_for("all spares", standing_by)
 
 
 def main() -> int:

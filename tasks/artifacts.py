@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections.abc import Callable
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 
 PATIENCE_S = 10.0
+NOT_FOUND = 404
 
 
 def publish(markdown: str, *, key: str, description: str) -> None:
@@ -21,8 +24,17 @@ def publish(markdown: str, *, key: str, description: str) -> None:
 
 def rename_task_run(name: str) -> None:
     """Give the running task's run a name that says where it is."""
+    deadline = time.monotonic() + PATIENCE_S
     with get_client(sync_client=True) as client:
-        client.set_task_run_name(task_run.id, name)
+        while True:
+            try:
+                client.set_task_run_name(task_run.id, name)
+                return
+            except PrefectHTTPStatusError as error:
+                # A task run travels to the server as an event and is not there at once.
+                if error.response.status_code != NOT_FOUND or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
 
 
 def in_background(show: Callable[[], object]) -> threading.Thread:

@@ -84,8 +84,8 @@ def raising(error: Exception) -> Callable[[OnEvent, threading.Event], Event]:
     return attempt
 
 
-def task_runs() -> dict[str, str]:
-    """{name: state} of the newest flow run's task runs."""
+def task_runs(*, named: str = "") -> dict[str, str]:
+    """{name: state} of the newest flow run's task runs, once all are final and one is `named` so."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
     from prefect.client.schemas.sorting import FlowRunSort
@@ -97,9 +97,22 @@ def task_runs() -> dict[str, str]:
         while True:
             # States travel as events and arrive a moment after the flow's own end.
             found = client.read_task_runs(flow_run_filter=only)
-            if all(run.state and run.state.is_final() for run in found) or time.monotonic() > deadline:
+            final = all(run.state and run.state.is_final() for run in found)
+            there = not named or any(run.name == named for run in found)
+            if (final and there) or time.monotonic() > deadline:
                 return {run.name: run.state_name or "" for run in found}
             time.sleep(0.2)
+
+
+def flow_state() -> tuple[str, str]:
+    """(type, name) of the newest flow run's state."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0].state
+        assert state is not None
+        return state.type.value, state.name or ""
 
 
 def test_every_save_and_upload_is_a_task_run_with_its_step(train) -> None:
@@ -115,15 +128,23 @@ def test_every_save_and_upload_is_a_task_run_with_its_step(train) -> None:
 def test_retryable_failure_is_tried_again_and_its_verification_ends(train) -> None:
     def lost(on_event: OnEvent, _stop: threading.Event) -> Event:
         on_event({"event": "checkpoint_saved", "step": 20})
+        on_event({"event": "step", "step": 23, "total": 40, "reward": 0.5})
         raise WorkerDiedError("rank 1 died")
 
-    assert train(lost, good)["final_step"] == 40
-    assert task_runs()["upload-checkpoint-step-40"] == "Completed"
+    def resumed(on_event: OnEvent, stop: threading.Event) -> Event:
+        on_event({"event": "state_loaded", "attempt": 2, "step": 20, "sentences": []})
+        return good(on_event, stop)
+
+    assert train(lost, resumed)["final_step"] == 40
+    name = "train_grpo attempt 2 from step 20, after worker_died, 3 steps lost"
+    found = task_runs(named=name)
+    assert found["upload-checkpoint-step-40"] == found[name] == "Completed"
 
 
 def test_config_error_is_not_tried_again(train) -> None:
     with pytest.raises(ConfigError, match="no such model"):
         train(raising(ConfigError("no such model")))
+    assert flow_state() == ("FAILED", "NotRetryable")
 
 
 def test_retries_end(train) -> None:
@@ -132,6 +153,7 @@ def test_retries_end(train) -> None:
             raising(NoProgressError("first")), raising(NoProgressError("second")), raising(NoProgressError("third")),
             **{"retry.max_retries": 2},
         )  # fmt: skip
+    assert flow_state() == ("FAILED", "RetriesExhausted")
 
 
 def test_kills_do_not_use_up_the_retries(train) -> None:
@@ -142,7 +164,8 @@ def test_kills_do_not_use_up_the_retries(train) -> None:
 
 def test_a_failure_that_repeats_at_the_same_step_stops(train) -> None:
     with pytest.raises(NoProgressError, match="the reward hangs"):
-        train(raising(NoProgressError("the reward hangs")), raising(NoProgressError("the reward hangs")), good)
+        train(raising(NoProgressError("the reward hangs")), raising(NoProgressError("the reward hangs")))
+    assert flow_state() == ("FAILED", "SameFailure")
 
 
 def test_rejected_checkpoint_fails_its_task_run_and_not_the_flow(train) -> None:
