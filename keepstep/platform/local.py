@@ -1,7 +1,7 @@
 """The local platform of a folder of runs: Prefect server, work pool with a worker, deployments, automations.
 
 `up` starts what is missing and changes what differs; `down` ends what `up` started. Nobody has to stay: server and
-worker have a guard each, and the worker's guard holds both (`keepstep.platform.guard`).
+worker have a guard each (`keepstep.platform.guard`), which holds what it looks after until `down` lets go.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def up(platform: Path, database: str | None) -> Up:
         changes = automations.install(api, wanted)
         environment = client_environment(server.env)
         worker, worker_guard = _worker(platform, api, starter, environment)
-        for role in (WORKER, servers.PREFECT_SERVER):
-            _hold(platform, role, worker_guard)
+        _hold(platform, WORKER, worker_guard)
+        _hold(platform, servers.PREFECT_SERVER, server.processes[1])
         deploy(deployment_file("prefect.yaml"), environment)
         api.pause(LOCAL_POOL, False)
     finally:
@@ -96,6 +96,9 @@ def down(platform: Path) -> Down:
         ids = [run["id"] for run in _flow_runs(api, "RUNNING", "PENDING")]
         guard.end_recorded(platform, WORKER)
         interrupted = _settled(api, ids)
+        if servers.PREFECT_SERVER in recorded:
+            its_guard = recorded[servers.PREFECT_SERVER][1]
+            guard.holder_path(platform, servers.PREFECT_SERVER, its_guard).unlink(missing_ok=True)
     return Down(interrupted, _wait_for_the_end(platform, recorded))
 
 
