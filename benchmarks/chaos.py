@@ -39,6 +39,7 @@ from typing import Any
 
 from keepstep.checkpoint.history import uploaded_steps, verified_steps
 from keepstep.checkpoint.verify import verify
+from keepstep.controller.cluster import temp_dir
 from keepstep.platform import guard, servers
 from keepstep.processes import ProcessRef
 from keepstep.run import PLATFORM_DIR, read_json
@@ -250,7 +251,16 @@ def violations(driver: Driver, reference: Driver) -> list[str]:
         found.append("the last step is not in the store")
     found += overlaps([*driver.history, *driver.events()])
     found += [f"left over: {ref.role} {ref.pid}" for ref in wait_until_gone(driver.all_processes())]
-    return found
+    return found + litter(driver)
+
+
+def litter(driver: Driver) -> list[str]:
+    """Temporary folders that outlived their attempt."""
+    run = driver.run
+    known = {f"step_{step}" for step in run.steps()} | {"latest", "latest.txt", "best", "best.txt"}
+    found = [path for path in run.checkpoints.iterdir() if path.name not in known]
+    found += [folder for number in run.attempt_numbers() if (folder := temp_dir(run, number)).exists()]
+    return [f"left over: {path}" for path in found]
 
 
 def overlaps(events: list[dict[str, Any]]) -> list[str]:

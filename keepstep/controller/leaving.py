@@ -38,7 +38,7 @@ class Leaving:
         self.drops: Callable[[float], bool] = lambda _remaining_s: False
         """Whether the running step is to be dropped when so many seconds of the grace remain."""
         self.fenced: threading.Event | None = None
-        self._grace_s = grace_s
+        self.grace_s = grace_s
         self._deadline = float("inf")
         self._end_now = end_now
         self._end_lock = threading.Lock()
@@ -60,7 +60,7 @@ class Leaving:
         Args:
             grace_s: seconds until the processes end by themselves; None: `retry.term_grace_s`.
         """
-        grace_s = self._grace_s if grace_s is None else grace_s
+        grace_s = self.grace_s if grace_s is None else grace_s
         self._deadline = min(self._deadline, time.monotonic() + grace_s)
         self.asked.set()
         late = Preempted(f"Asked to leave ({reason}): no end within {grace_s:.0f} s of grace.")

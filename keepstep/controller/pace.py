@@ -39,20 +39,16 @@ class Pace:
         self._last |= found
         return found
 
-    def drops(self, remaining_s: float, save_s: float | None) -> bool:
-        """Whether to give up what runs, with `remaining_s` left in which a save must still fit.
-
-        Args:
-            save_s: what a save takes until it is verified; None: not known, and half of the time is left for it.
-        """
-        if self._act not in DROPPABLE:
-            return False
-        return remaining_s < MARGIN * self._left_s() + (remaining_s / 2 if save_s is None else save_s)
+    def drops(self, remaining_s: float, save_s: float) -> bool:
+        """Whether to give up what runs, with `remaining_s` left in which a save of `save_s` must still fit."""
+        return self._act in DROPPABLE and remaining_s < MARGIN * self._left_s() + save_s
 
     def _left_s(self) -> float:
         """Seconds until the running step, or the validation, is over; infinite where it was never measured."""
         assert self._act is not None
         following = ACTS[ACTS.index(self._act) + 1 :] if self._act in ACTS else ()
         unknown = float("inf")
-        running_s = max(0.0, self._last.get(self._act, unknown) - (self._clock() - self._since))
+        took_s, elapsed_s = self._last.get(self._act, unknown), self._clock() - self._since
+        # What already takes longer than the last time may take as long again.
+        running_s = took_s - elapsed_s if elapsed_s <= took_s else elapsed_s
         return running_s + sum(self._last.get(name, unknown) for name in following)

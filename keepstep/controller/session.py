@@ -372,6 +372,8 @@ class Session:
         try:
             outcome = outcome_of(failure)
             self._tell(failure, outcome)
+            # What `keepstep.cli.main` says of an error that comes up to it.
+            print(f"keepstep: {failure}", file=sys.stderr, flush=True)
             self.attempt.close(outcome)
         finally:
             self._end_processes()

@@ -135,7 +135,8 @@ def fit(session: Session, parts: Parts, state: TrainState, recovery: Recovery) -
 
     trainer = Trainer(session.config, parts, state, session.start.total_steps)
     leaving = session.leaving
-    leaving.drops = lambda remaining_s: trainer.pace.drops(remaining_s, parts.saver.lasted_s)
+    # What a save takes is not known before the first: half of the grace is kept for it.
+    leaving.drops = lambda remaining_s: trainer.pace.drops(remaining_s, parts.saver.lasted_s or leaving.grace_s / 2)
     leaving.training = True
     try:
         while True:

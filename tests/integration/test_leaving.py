@@ -15,38 +15,84 @@ from tests.integration.driver import Driver, clean_environment, wait_until_gone
 
 pytestmark = pytest.mark.integration
 
-OVERRIDES = ["trainer.total_training_steps=60", "trainer.save_freq=50", "trainer.test_freq=-1", "s3.embedded=false"]
+REWARD = '''
+"""Exact match that takes as long as a file beside it says; the file `scoring` says that it has begun."""
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
 
 
-def test_second_start_is_refused_and_sigterm_saves(workspace: Path):
-    """C140: the holder is named and nothing is written. C151, C155: a notice saves the finished step, exit 75."""
-    driver = Driver(workspace / "leaving", OVERRIDES)
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    pause_s = float((HERE / "pause_s").read_text())
+    if pause_s:
+        (HERE / "scoring").touch()
+    time.sleep(pause_s)
+    return float(solution_str.strip() == ground_truth)
+'''
+
+
+@pytest.fixture
+def reward(workspace: Path) -> Path:
+    folder = workspace / "reward"
+    folder.mkdir()
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "pause_s").write_text("0")
+    return folder
+
+
+def test_one_attempt_at_a_time_and_every_way_of_being_asked_to_leave(workspace: Path, reward: Path):
+    """C140: the holder is named and nothing is written. C151, C155: a notice saves the finished step, exit 75, also in
+    the middle of a step that would not end in time; a reward function that hangs ends the attempt with its message."""
+    settings = [
+        "trainer.total_training_steps=60", "trainer.save_freq=50", "trainer.test_freq=-1", "s3.embedded=false",
+        f"custom_reward_function.path={reward / 'reward.py'}", "retry.term_grace_s=20", "timeouts.reward_s=120",
+    ]  # fmt: skip
+    driver = Driver(workspace / "leaving", settings)
     driver.start()
     driver.wait_for_step(3)
     second = subprocess.run(
-        [sys.executable, "-m", "keepstep.cli.main", "train", f"trainer.output_dir={driver.output_dir}", *OVERRIDES],
-        capture_output=True, text=True, timeout=60, env=clean_environment(),
+        [sys.executable, "-m", "keepstep.cli.main", "train", f"trainer.output_dir={driver.output_dir}", *settings],
+        capture_output=True, text=True, timeout=120, env=clean_environment(),
     )  # fmt: skip
     assert second.returncode == 5, second.stderr
     (owner,) = driver.processes("controller")
     assert f"process {owner.pid}" in second.stderr and "Traceback" not in second.stderr
     assert driver.run.attempt_numbers() == [1]
 
-    assert driver.process is not None
-    driver.process.send_signal(signal.SIGTERM)
-    assert driver.wait(60) == 75, driver.tail()
-    (step,) = driver.run.steps()
+    step = leave(driver, signal.SIGTERM)
     assert verify(driver.run.checkpoint(step)).resumable
-    finished = [event["step"] for event in driver.events() if event["event"] == "step"]
-    assert step == finished[-1] < 60
-    assert read_json(driver.run.attempt(1))["outcome"]["status"] == "preempted"
-    assert wait_until_gone(driver.all_processes()) == []
 
     driver.command = "train"
     driver.start()
     driver.wait_for_step(step + 2)
     assert [event["step"] for event in driver.events() if event["event"] == "resumed"] == [step]
-    driver.process.send_signal(signal.SIGINT)
-    assert driver.wait(60) == 75, driver.tail()
+    (reward / "pause_s").write_text("5")
+    driver.wait_for("scoring that takes minutes", lambda _: (reward / "scoring").exists())
+    step = leave(driver, signal.SIGINT)
+    assert "what runs is dropped" in driver.run.train_log(2).read_text()
+
+    (reward / "pause_s").write_text("600")
+    driver.overrides = [*settings[:-1], "timeouts.reward_s=2"]
+    assert driver.run_to_end() == 1
+    assert f"Step {step + 1}: the reward function did not end within 2 s." in driver.tail()
+    assert "It hangs on the response" in driver.tail() and "Traceback" not in driver.tail()
+    outcome = read_json(driver.run.attempt(3))["outcome"]
+    assert (outcome["class"], outcome["retry"]) == ("no_progress", True)
     steps = [event["step"] for event in driver.events() if event["event"] == "step"]
-    assert steps == list(range(1, len(steps) + 1)) and driver.run.steps()[-1] == steps[-1]
+    assert steps == list(range(1, step + 1)), "no step comes twice, and none is lost"
+    assert wait_until_gone(driver.all_processes()) == []
+
+
+def leave(driver: Driver, number: signal.Signals) -> int:
+    """Signal the command; it ends as preempted with its last finished step saved and no process. The step."""
+    assert driver.process is not None
+    driver.process.send_signal(number)
+    assert driver.wait(60) == 75, driver.tail()
+    step = driver.run.steps()[-1]
+    finished = [event["step"] for event in driver.events() if event["event"] == "step"]
+    verified = [event["step"] for event in driver.events() if event["event"] == "checkpoint_verified"]
+    assert step == finished[-1] == verified[-1] < 60
+    assert read_json(driver.run.attempt(driver.run.attempt_numbers()[-1]))["outcome"]["status"] == "preempted"
+    assert wait_until_gone(driver.all_processes()) == []
+    return step

@@ -11,7 +11,6 @@ import pytest
 from keepstep.controller.leaving import Leaving, StepDropped
 from keepstep.errors import FencedError, Preempted
 
-
 # The end of a grace ends this process: none of these comes to it.
 HOUR_S = 3600.0
 

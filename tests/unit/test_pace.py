@@ -28,7 +28,7 @@ def measured() -> tuple[Pace, Clock]:
     return pace, clock
 
 
-def asked(act: str, elapsed_s: float, remaining_s: float, save_s: float | None) -> bool:
+def asked(act: str, elapsed_s: float, remaining_s: float, save_s: float) -> bool:
     pace, clock = measured()
     with pace.act(act):
         clock.now += elapsed_s
@@ -40,7 +40,7 @@ def asked(act: str, elapsed_s: float, remaining_s: float, save_s: float | None) 
     [
         ("rollout", 0, 22),
         ("rollout", 4, 18),
-        ("rollout", 15, 12),
+        ("rollout", 15, 27),
         ("log_probs", 1, 10),
         ("validation", 5, 15),
     ],
@@ -55,11 +55,6 @@ def test_what_is_left_must_fit_with_a_save(act: str, elapsed_s: float, left_s: f
 @pytest.mark.parametrize("act", ["update", "weight_sync", "save"])
 def test_a_policy_that_is_being_changed_is_not_left_half_way(act: str):
     assert not asked(act, 0, remaining_s=0.5, save_s=5)
-
-
-def test_half_of_the_time_is_for_a_save_that_was_never_measured():
-    assert not asked("validation", 0, 2 * MARGIN * 20 + 0.1, save_s=None)
-    assert asked("validation", 0, 2 * MARGIN * 20 - 0.1, save_s=None)
 
 
 def test_a_step_that_was_never_measured_is_dropped():

@@ -1,4 +1,4 @@
-"""The retry budget lives in the run's folder: over a crash of the flow process it goes on, for a new start it is full."""
+"""The retry budget lives in the run's folder: it outlives a flow process that crashed, and is full at a new start."""
 
 from __future__ import annotations
 
