@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: run test lint setup clean test-unit test-integration test-gpu exact bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 chaos doctor-fixtures help
+.PHONY: run test lint setup clean test-unit test-integration test-gpu exact nodes outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 chaos doctor-fixtures help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -39,6 +39,12 @@ exact-%: setup  ## one kill by itself: rank, engine, controller, writer, flow, e
 
 exact: setup  ## all single kills and the choice of a retry, some twenty minutes
 	$(BIN)/python -m pytest tests/integration/test_single_kills.py tests/integration/test_retry_choice.py -m long $(ARGS)
+
+nodes: setup  ## nodes killed, drained, and cut off from each other (root for the last)
+	$(BIN)/python -m pytest tests/integration/test_nodes.py -m "long or not long" $(ARGS)
+
+outages: setup  ## Prefect and S3 servers that do not answer for 90 s, five minutes, an hour
+	$(BIN)/python -m pytest tests/integration/test_outages.py -m long $(ARGS)
 
 bench-checkpoint: setup  ## what a save costs training, against torch.save and torch.distributed.checkpoint
 	$(BIN)/python -m benchmarks.checkpoint

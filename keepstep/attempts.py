@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from keepstep.errors import FencedError, HeldError
@@ -120,15 +119,10 @@ def claim(run: RunDir, number: int, lease_timeout_s: float, starter: ProcessRef 
     )
 
 
-def flow_heartbeat_file(run: RunDir, number: int) -> Path:
-    """Written by the flow of attempt `number`, and by nobody else."""
-    return run.attempt(number).with_suffix(".flow.json")
-
-
 def flow_heartbeat(run: RunDir, number: int) -> float | None:
     """When the flow of an attempt was last heard of (seconds since the epoch); None: never."""
     try:
-        return float(read_json(flow_heartbeat_file(run, number))["heartbeat"])
+        return float(read_json(run.flow_heartbeat(number))["heartbeat"])
     except FileNotFoundError:
         return None
 
@@ -301,7 +295,7 @@ class FlowHeartbeat:
             self._thread.start()
 
     def _beat(self, number: int) -> None:
-        path, flow = flow_heartbeat_file(self._run, number), ProcessRef.current("flow").to_record()
+        path, flow = self._run.flow_heartbeat(number), ProcessRef.current("flow").to_record()
         while True:
             try:
                 write_json(path, flow | {"heartbeat": time.time()})

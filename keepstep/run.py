@@ -64,6 +64,10 @@ class RunDir:
     def attempt(self, number: int) -> Path:
         return self.attempts / f"{number}.json"
 
+    def flow_heartbeat(self, number: int) -> Path:
+        """When the flow that started an attempt was last alive, for starts on other hosts."""
+        return self.attempts / f"{number}.flow.json"
+
     @property
     def budget(self) -> Path:
         """From which attempt on failures count, for which flow run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -60,7 +61,10 @@ def alone(config: RunConfig) -> None:
     if config.ray.address:
         from keepstep.controller import launch
 
-        launch.run_trainer(config, _progress(), threading.Event())
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        launch.run_trainer(config, _progress(), stop)
         return
     from keepstep.controller.session import run_attempt
 

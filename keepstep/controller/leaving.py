@@ -40,6 +40,7 @@ class Leaving:
         self.fenced: threading.Event | None = None
         self.grace_s = grace_s
         self._deadline = float("inf")
+        self._num_signals = 0
         self._end_now = end_now
         self._end_lock = threading.Lock()
 
@@ -112,7 +113,9 @@ class Leaving:
             timer.cancel()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.asked.is_set():
+        # The first signal after `ask` is no second one: a node that drains is deleted, and that comes as SIGTERM.
+        self._num_signals += 1
+        if self._num_signals > 1:
             self._exit(Preempted("Asked to leave twice: left at once."))
         self.ask(signal.Signals(number).name)
         if not self.training and not self.ending:

@@ -14,16 +14,20 @@ import ray
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
+    ActorUnschedulableError,
     GetTimeoutError,
     OutOfMemoryError,
     RayActorError,
     RayTaskError,
+    TaskUnschedulableError,
 )
 
 from keepstep import errors
 from keepstep.processes import ProcessRef, hostname
 
 POLL_S = 0.5
+NO_PLACE = (ActorUnschedulableError, TaskUnschedulableError)
+"""What is pinned to a node that is gone."""
 CAUSE_PATIENCE_S = 3.0
 
 
@@ -61,7 +65,7 @@ class Supervisor:
             for reference in ready:
                 try:
                     results[reference] = ray.get(reference)
-                except (RayActorError, RayTaskError, GetTimeoutError) as error:
+                except (RayActorError, RayTaskError, GetTimeoutError, *NO_PLACE) as error:
                     raise self._diagnose(error, role_of, reference, pending, what) from error
         return [results[reference] for _, reference in calls]
 
@@ -106,7 +110,7 @@ def classify(error: BaseException, what: str) -> errors.KeepstepError:
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, errors.KeepstepError):
         return cause
-    if isinstance(error, RayActorError):
+    if isinstance(error, (RayActorError, *NO_PLACE)):
         return errors.WorkerDiedError(f"{what}: a worker died ({_first_line(error)}).")
     if isinstance(cause, OutOfMemoryError) or errors.is_out_of_memory(cause):
         return errors.OutOfMemoryError(f"{what}: out of memory ({_first_line(cause)}).")

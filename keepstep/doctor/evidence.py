@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from keepstep.attempts import Claim, judge
+from keepstep.attempts import Claim, flow_heartbeat, judge
 from keepstep.processes import ProcessRef, boot_id, hostname
 from keepstep.run import RunDir
 
@@ -262,7 +262,7 @@ def gather(
         attempts=attempts,
         events=events,
         metrics=tuple(_rows(run, run.metrics, unreadable)),
-        claim=_claim(newest, now, host or hostname(), boot_id() if boot is None else boot, lease_timeout_s, alive),
+        claim=_claim(run, newest, now, host or hostname(), boot_id() if boot is None else boot, lease_timeout_s, alive),
         now=now,
         steps=tuple(run.steps()),
         quarantine=tuple(sorted(path.name for path in run.quarantine.glob("*"))),
@@ -311,13 +311,16 @@ def _lease_timeout_s(attempt: AttemptEvidence) -> float:
 
 
 def _claim(
-    record: dict[str, Any] | None, now: float, host: str, boot: str, timeout_s: float,
+    run: RunDir, record: dict[str, Any] | None, now: float, host: str, boot: str, timeout_s: float,
     alive: Callable[[ProcessRef], bool],
 ) -> Claim:  # fmt: skip
     if record == {}:
         return Claim("unknown", "the newest attempt's record cannot be read")
     try:
-        return judge(record, alive=alive, now=now, host=host, boot=boot, lease_timeout_s=timeout_s)
+        heard = flow_heartbeat(run, record["attempt"]) if record else None
+        return judge(
+            record, alive=alive, now=now, host=host, boot=boot, lease_timeout_s=timeout_s, flow_heartbeat=heard
+        )
     except (KeyError, TypeError, AttributeError, ValueError):
         return Claim("unknown", "the newest attempt's record is not whole")
 

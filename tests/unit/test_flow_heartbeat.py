@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.attempts import Attempt, FlowHeartbeat, claim, flow_heartbeat, flow_heartbeat_file, judge
+from keepstep.attempts import Attempt, FlowHeartbeat, claim, flow_heartbeat, judge
 from keepstep.processes import ProcessRef
 from keepstep.run import RunDir, read_json, write_json
 
@@ -65,7 +65,7 @@ def test_the_heartbeat_goes_on_until_the_flow_lets_go(tmp_path: Path):
         heartbeat.heed({"event": "attempt_started", "attempt": 3})
         first = wait_for(lambda: flow_heartbeat(run, 3))
         later = wait_for(lambda: (beat := flow_heartbeat(run, 3)) and beat > first and beat)
-    assert read_json(flow_heartbeat_file(run, 3))["pid"] == os.getpid()
+    assert read_json(run.flow_heartbeat(3))["pid"] == os.getpid()
     assert [thread.name for thread in threading.enumerate() if thread.name == "flow-heartbeat"] == []
     assert flow_heartbeat(run, 3) >= later
     assert run.attempt_numbers() == [], "it is no attempt's record"
@@ -75,9 +75,9 @@ def test_a_start_here_takes_over_from_a_flow_that_is_silent_elsewhere(tmp_path: 
     """C130: a worker pod is lost without a word while its trainer trains on."""
     run = RunDir.at(tmp_path)
     first = Attempt.acquire(run, others=[FLOW], lease_timeout_s=LEASE_S, heartbeat_s=0.05)
-    write_json(flow_heartbeat_file(run, 1), FLOW.to_record() | {"heartbeat": time.time()})
+    write_json(run.flow_heartbeat(1), FLOW.to_record() | {"heartbeat": time.time()})
     assert claim(run, 1, LEASE_S).kind == "held"
-    write_json(flow_heartbeat_file(run, 1), FLOW.to_record() | {"heartbeat": time.time() - LEASE_S - 5})
+    write_json(run.flow_heartbeat(1), FLOW.to_record() | {"heartbeat": time.time() - LEASE_S - 5})
     second = Attempt.acquire(run, others=[], lease_timeout_s=LEASE_S, heartbeat_s=0.05)
     assert second.number == 2
     assert first.fenced.wait(10)

@@ -102,6 +102,11 @@ def test_a_second_signal_ends_it_at_once():
     assert (done.returncode, done.stdout) == (75, "ended: Asked to leave twice: left at once.\n"), done.stderr
 
 
+def test_the_signal_that_follows_a_drain_is_the_first_one():
+    done = run("leaving.training = True\nleaving.ask('drain')\nsignal.raise_signal(signal.SIGTERM)\nprint('saving')")
+    assert (done.returncode, done.stdout) == (0, "saving\n"), done.stderr
+
+
 def test_the_end_of_the_grace_ends_it():
     done = run("leaving.training = True\nsignal.raise_signal(signal.SIGTERM)\ntime.sleep(50)", grace=0.2)
     assert done.returncode == 75
