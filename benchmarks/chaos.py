@@ -49,20 +49,34 @@ from tests.integration.driver import Driver, wait_until_gone
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "chaos.jsonl"
 ENGINE = ("keepstep", "flows", "tasks", "configs", "requirements-cpu.lock")
-TOTAL_STEPS = 24
-OVERRIDES = [
-    f"trainer.total_training_steps={TOTAL_STEPS}", "trainer.save_freq=3", "trainer.test_freq=8",
-    "checkpoint.keep_last=50", "s3.upload_interval=6", "retry.delays_s=[0.2]", "retry.max_retries=8",
+TIME_LIMITS = [
     # Longer than anything legitimate here, even next to other work.
     "timeouts.start_s=150", "s3.final_timeout_s=60", "timeouts.step_s=60", "timeouts.collective_s=30",
     "checkpoint.save_timeout_s=60", "checkpoint.verify_timeout_s=60",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The run that is tormented."""
+
+    total_steps: int
+    upload_interval: int
+    overrides: list[str]
+
+
+SHORT = Setup(
+    24, 6,
+    ["trainer.total_training_steps=24", "trainer.save_freq=3", "trainer.test_freq=8", "checkpoint.keep_last=50",
+     "s3.upload_interval=6", "retry.delays_s=[0.2]", "retry.max_retries=8"],
+)  # fmt: skip
 KILLED = ("rank", "rank", "engine", "engine", "controller", "writer", "verifier", "uploader", "ray", "flow")
 STOPPED = ("rank", "engine", "writer", "verifier", "uploader", "controller")
 ASKED = ("flow", "flow", "controller", "rank", "engine", "writer")
 MOMENTS = ("checkpoint_saved", "checkpoint_verified", "upload_progress", "worker_lost", "attempt_started", "resumed")
 LONGEST_WAIT_S = 30.0
 LONGEST_PAUSE_S = 12.0
+PATIENCE_S = 10.0
 TIME_LIMIT_S = 900.0
 ROOM_BYTES = 600 * 2**20
 
@@ -84,7 +98,10 @@ def schedule(seed: int, *, can_fill: bool) -> list[Fault]:
     draw = random.Random(seed)
     kinds = ["kill"] * 8 + ["pause"] * 2 + ["stop", "term", "term", "node", "disk", "prefect-server", "object-store"]
     kinds += ["full"] if can_fill else []
-    return [_draw_fault(draw, draw.choice(kinds)) for _ in range(draw.randint(2, 4))]
+    faults = [_draw_fault(draw, draw.choice(kinds)) for _ in range(draw.randint(2, 4))]
+    lost = Fault("kill", (draw.choice(("rank", "engine")),), round(draw.uniform(0.5, LONGEST_WAIT_S), 2), "", 0.0)
+    # A recovery has to be begun before something can strike it.
+    return [f for fault in faults for f in ([lost, fault] if fault.at == "worker_lost" else [fault])]
 
 
 def _draw_fault(draw: random.Random, kind: str) -> Fault:
@@ -176,8 +193,13 @@ class Torment:
         if role == "flow":
             assert self.driver.process is not None
             return ProcessRef.of(self.driver.process.pid, "flow")
-        alive = [ref for ref in self.driver.processes(role) if ref.alive()]
-        return alive[index % len(alive)] if alive else None
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            # Verifiers and uploaders live for a moment only.
+            if alive := [ref for ref in self.driver.processes(role) if ref.alive()]:
+                return alive[index % len(alive)]
+            time.sleep(0.01)
+        return None
 
     def _node(self, _fault: Fault) -> str:
         """A machine that loses power: nothing gets to clean up; its servers are not on it."""
@@ -229,10 +251,10 @@ def _send(ref: ProcessRef, number: int) -> None:
             os.kill(ref.pid, number)
 
 
-def violations(driver: Driver, reference: Driver) -> list[str]:
+def violations(driver: Driver, reference: Driver, setup: Setup) -> list[str]:
     """Broken promises of a finished run."""
-    run = driver.run
-    found = differences(run.checkpoint(TOTAL_STEPS), reference.run.checkpoint(TOTAL_STEPS))
+    run, last = driver.run, setup.total_steps
+    found = differences(run.checkpoint(last), reference.run.checkpoint(last))
     if driver.rewards() != reference.rewards():
         found.append("rewards per step differ")
     steps = set(run.steps())
@@ -244,13 +266,14 @@ def violations(driver: Driver, reference: Driver) -> list[str]:
     folders_lost = bool(driver.history)
     found += [
         f"milestone {step} is lost"
-        for step in range(6, TOTAL_STEPS + 1, 6)
+        for step in range(setup.upload_interval, last + 1, setup.upload_interval)
         if step not in steps and step not in uploaded_steps(run) and not folders_lost
     ]
-    if read_json(run.result)["uploaded"] != TOTAL_STEPS:
+    if read_json(run.result)["uploaded"] != last:
         found.append("the last step is not in the store")
     found += overlaps([*driver.history, *driver.events()])
-    found += [f"left over: {ref.role} {ref.pid}" for ref in wait_until_gone(driver.all_processes())]
+    own = [ref for ref in driver.all_processes() if ref.role not in servers.ROLES]
+    found += [f"left over: {ref.role} {ref.pid}" for ref in wait_until_gone(own)]
     return found + litter(driver)
 
 
@@ -298,17 +321,17 @@ def engine_digest() -> str:
     return hashed.stdout.decode()[:12]
 
 
-def one(seed: int, folder: Path, reference: Driver) -> dict[str, Any]:
-    """The result of a seed, with what it violated."""
+def one(seed: int, folder: Path, reference: Driver, setup: Setup) -> dict[str, Any]:
+    """The result of a seed, with what it violated. `folder` holds the platform that all runs share."""
     begin = time.monotonic()
     with small_filesystem(folder / f"seed{seed}") as can_fill:
         (folder / f"seed{seed}" / PLATFORM_DIR).symlink_to(folder / PLATFORM_DIR)
         faults = schedule(seed, can_fill=can_fill)
-        torment = Torment(Driver(folder / f"seed{seed}" / "run", OVERRIDES))
+        torment = Torment(Driver(folder / f"seed{seed}" / "run", setup.overrides + TIME_LIMITS))
         record: dict[str, Any] = {"seed": seed, "faults": [asdict(fault) for fault in faults]}
         try:
             torment.to_the_end(faults)
-            record["violations"] = violations(torment.driver, reference)
+            record["violations"] = violations(torment.driver, reference, setup)
             record["attempts"] = read_json(torment.driver.run.result)["attempts"]
             record["steps_lost"] = read_json(torment.driver.run.result)["steps_lost"]
         except AssertionError as error:
@@ -336,11 +359,11 @@ def main() -> int:
     holder = ProcessRef.current("flow")
     servers.object_store(folder / PLATFORM_DIR, holder)
     servers.prefect_server(folder / PLATFORM_DIR, holder)
-    reference = Driver(folder / "reference", OVERRIDES)
+    reference = Driver(folder / "reference", SHORT.overrides)
     assert reference.run_to_end() == 0, reference.tail()
     num_failed = 0
     for seed in range(args.seed, args.seed + args.num):
-        record = {"date": datetime.now(UTC).date().isoformat(), **state, **one(seed, folder, reference)}
+        record = {"date": datetime.now(UTC).date().isoformat(), **state, **one(seed, folder, reference, SHORT)}
         num_failed += bool(record["violations"])
         with RESULTS.open("a") as results:
             results.write(json.dumps(record) + "\n")
