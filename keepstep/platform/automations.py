@@ -18,7 +18,7 @@ from keepstep.errors import ConfigError, KeepstepError
 from keepstep.platform.api import PrefectApi
 
 SILENCE_VARIABLE = "KEEPSTEP_SILENCE_S"
-"""Replaces the window of the proactive triggers, in seconds; for tests, whose outages last no minutes."""
+"""Replaces the window of silence, in seconds; for tests, whose outages last no minutes."""
 
 Record = dict[str, Any]
 
@@ -56,7 +56,7 @@ def silence_of_environment() -> float | None:
 
 def silence_s(automations: list[Record]) -> float:
     """The window of silence that these automations have."""
-    return max(float(one["trigger"]["within"]) for one in automations if one["trigger"]["posture"] == "Proactive")
+    return max(float(one["trigger"]["within"]) for one in automations if _waits_for_silence(one))
 
 
 def changes(found: list[Record], wanted: list[Record]) -> list[Change]:
@@ -108,9 +108,15 @@ def install(api: PrefectApi, wanted: list[Record]) -> list[Change]:
 
 def _with_window(automation: Record, silence_s: float) -> Record:
     changed = copy.deepcopy(automation)
-    if changed["trigger"]["posture"] == "Proactive":
+    if _waits_for_silence(automation):
         changed["trigger"]["within"] = silence_s
     return changed
+
+
+def _waits_for_silence(automation: Record) -> bool:
+    """Whether it acts when a run says nothing; the wait before a crashed run is queued again is no such one."""
+    trigger = automation["trigger"]
+    return trigger["posture"] == "Proactive" and "prefect.flow-run.Crashed" not in trigger["after"]
 
 
 def main(arguments: list[str]) -> int:

@@ -29,7 +29,9 @@ POOLS = [deployment["work_pool"] for deployment in DEPLOYMENTS["deployments"]]
 
 
 def proactive() -> list[dict[str, Any]]:
-    return [one for one in SHIPPED if one["trigger"]["posture"] == "Proactive"]
+    """Those that wait for silence."""
+    names = ("keepstep-silent-runs-crashed", "keepstep-cancelling-runs-cancelled")
+    return [one for one in SHIPPED if one["name"] in names]
 
 
 def test_window_covers_three_heartbeats_and_the_longest_outage():
@@ -63,7 +65,9 @@ def test_automations_act_on_the_training_flow_and_only_a_crash_is_tried_again():
         }
         assert one["trigger"]["for_each"] == ["prefect.resource.id"]
     again = [one for one in SHIPPED if any(action["state"] == "SCHEDULED" for action in one["actions"])]
-    assert [one["trigger"]["expect"] for one in again] == [["prefect.flow-run.Crashed"]]
+    assert [one["trigger"]["after"] for one in again] == [["prefect.flow-run.Crashed"]]
+    # A worker reports one death twice: the second report must not end what was queued in between.
+    assert again[0]["trigger"]["posture"] == "Proactive" and again[0]["trigger"]["within"] >= 10
 
 
 def test_silence_is_waited_for_from_the_moment_that_a_worker_takes_a_run():
@@ -115,11 +119,11 @@ def test_installation_is_once_by_name():
     assert actions([kept | {"actions": []}], wanted) == [("update", "a")]
 
 
-def test_a_scaled_window_is_that_of_the_proactive_ones_alone():
+def test_a_scaled_window_is_that_of_silence_alone():
     loaded = automations.load(ROOT / "deployments" / "automations.yaml", 75.0)
     assert {one["name"]: one["trigger"]["within"] for one in loaded} == {
         "keepstep-silent-runs-crashed": 75.0,
-        "keepstep-crashed-runs-again": 0,
+        "keepstep-crashed-runs-again": 10,
         "keepstep-starts-in-vain-failed": 300,
         "keepstep-cancelling-runs-cancelled": 75.0,
     }
