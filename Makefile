@@ -34,7 +34,7 @@ test-integration: setup  ## whole tiny runs
 test-gpu: setup  ## on a machine with a CUDA device
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
 
-exact-%: setup  ## one kill by itself: rank, engine, controller, writer, flow, epoch_end, everything, store, sharded
+exact-%: setup  ## one kill by itself: rank, engine, hung_rank, hung_engine, controller, writer, flow, epoch_end, everything, store, sharded
 	$(BIN)/python -m pytest tests/integration/test_single_kills.py -m long -k "test_kill[$*] or test_$*" $(ARGS)
 
 exact: setup  ## all single kills and the choice of a retry, some twenty minutes

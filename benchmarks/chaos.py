@@ -76,7 +76,7 @@ ASKED = ("flow", "flow", "controller", "rank", "engine", "writer")
 MOMENTS = ("checkpoint_saved", "checkpoint_verified", "upload_progress", "worker_lost", "attempt_started", "resumed")
 LONGEST_WAIT_S = 30.0
 LONGEST_PAUSE_S = 12.0
-PATIENCE_S = 10.0
+PATIENCE_S = 25.0
 TIME_LIMIT_S = 900.0
 ROOM_BYTES = 600 * 2**20
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +33,17 @@ def first_rank(driver: Driver) -> None:
 def engine(driver: Driver) -> None:
     driver.wait_for_step(13)
     driver.kill("engine")
+
+
+def hung_rank(driver: Driver) -> None:
+    """It is never heard of again: its peer waits in the collective, the group is replaced."""
+    driver.wait_for_step(13)
+    os.kill(driver.processes("rank")[1].pid, signal.SIGSTOP)
+
+
+def hung_engine(driver: Driver) -> None:
+    driver.wait_for_step(13)
+    os.kill(driver.processes("engine")[0].pid, signal.SIGSTOP)
 
 
 def controller(driver: Driver) -> None:
@@ -85,15 +98,15 @@ def kinds(events: list[dict]) -> set[tuple[str, int | None]]:
     return {(event["event"], event.get("step")) for event in events}
 
 
-SCENARIOS = [rank, first_rank, engine, controller, writer, flow, epoch_end, everything, store]
+SCENARIOS = [rank, first_rank, engine, hung_rank, hung_engine, controller, writer, flow, epoch_end, everything, store]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_kill(workspace: Path, reference: Driver, scenario: Callable[[Driver], None]):
-    hit = Driver(workspace / scenario.__name__, OVERRIDES)
+    hit = Driver(workspace / scenario.__name__, [*OVERRIDES, "timeouts.step_s=60", "timeouts.collective_s=20"])
     hit.start()
     scenario(hit)
-    assert hit.wait(240) == 0, hit.tail()
+    assert hit.wait(300) == 0, hit.tail()
     assert differences(hit.run.checkpoint(TOTAL_STEPS), reference.run.checkpoint(TOTAL_STEPS)) == []
     assert hit.rewards() == reference.rewards()
     assert wait_until_gone(hit.all_processes()) == []
