@@ -40,7 +40,7 @@ def mismatch_metrics(
     `rollout_corr/kl` and `k3_kl` estimate KL(engine || trainer) per token; `ppl_ratio` is the mean over responses of
     exp(mean_t(engine - trainer)), `log_ppl_abs_diff` that of the exponent's size; `chi2_token` is the mean of the
     squared ratio less 1; `training/rollout_probs_diff_*` are of |p_trainer - p_engine|. Responses without a token do
-    not count.
+    not count; what is exponentiated is clamped to +-20, so that one far-off token leaves no infinity in the records.
     """
     rows = mask.bool().any(1)
     if not rows.any():
@@ -48,7 +48,7 @@ def mismatch_metrics(
     kept = mask[rows].bool()
     old, engine = (torch.where(kept, values[rows].double(), 0.0) for values in (old_log_probs, engine_log_probs))
     log_ratio = (old - engine).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    log_ppl_diff = (engine - old).sum(1) / kept.sum(1)
+    log_ppl_diff = ((engine - old).sum(1) / kept.sum(1)).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     prob_gap = (old.exp() - engine.exp()).abs()[kept]
     found = {
         "rollout_corr/kl": (engine - old)[kept].mean(),
