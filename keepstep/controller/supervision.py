@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
+import ray._private.state
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
@@ -23,12 +25,22 @@ from ray.exceptions import (
 )
 
 from keepstep import errors
-from keepstep.processes import ProcessRef, hostname
+from keepstep.controller.reporting import logger
+from keepstep.processes import ProcessRef
 
 POLL_S = 0.5
+WATCH_S = 1.0
 NO_PLACE = (ActorUnschedulableError, TaskUnschedulableError)
 """What is pinned to a node that is gone."""
 CAUSE_PATIENCE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A worker: its Ray actor and its process."""
+
+    actor_id: str
+    process: ProcessRef
 
 
 class Supervisor:
@@ -36,10 +48,11 @@ class Supervisor:
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
-        self.watched: dict[str, ProcessRef] = {}
-        """Processes by role that are looked at during every wait, whomever it is for."""
+        self.watched: dict[str, Watched] = {}
+        """Workers by role that are looked at during every wait, whomever it is for."""
         self.see: Callable[[set[str], str], None] = lambda _gone, _what: None
         """Told which of them have ended while another's answer is waited for, and what for; may raise."""
+        self._looked = 0.0
 
     def gather(self, calls: Sequence[tuple[str, Any]], timeout_s: float, what: str) -> list[Any]:
         """Results of (role, reference) pairs, in order.
@@ -70,9 +83,19 @@ class Supervisor:
         return [results[reference] for _, reference in calls]
 
     def _gone(self) -> set[str]:
-        """Watched roles whose process has ended. Those of other hosts cannot be looked at from here."""
-        here = hostname()
-        return {role for role, ref in self.watched.items() if ref.host == here and not ref.alive()}
+        """Watched roles whose process has ended, on whatever node; Ray is asked every `WATCH_S`."""
+        if not self.watched or time.monotonic() - self._looked < WATCH_S:
+            return set()
+        self._looked = time.monotonic()
+        try:
+            dead = ray._private.state.actors(
+                job_id=ray.JobID.from_hex(ray.get_runtime_context().get_job_id()), actor_state_name="DEAD"
+            )
+        except Exception as error:
+            # A cluster that does not answer is noticed by whoever waits for one of its workers.
+            logger.debug("Ray does not tell which actors are dead: %s", error)
+            return set()
+        return {role for role, watched in self.watched.items() if watched.actor_id in dead}
 
     def _diagnose(
         self, error: Exception, role_of: dict[Any, str], failed: Any, pending: list[Any], what: str

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from keepstep.controller.cluster import NUM_ENGINES, Cluster
 from keepstep.controller.reporting import logger
-from keepstep.controller.supervision import Supervisor
+from keepstep.controller.supervision import Supervisor, Watched
 from keepstep.processes import ProcessRef, kill
 
 Identity = dict[str, Any]
@@ -82,9 +82,9 @@ class Workforce:
 
     def end(self, role: str, actor: Any) -> None:
         """End a worker, also one that hangs: Ray asks it to go, which a stopped process never hears."""
-        ref = self._supervisor.watched.pop(role, None)
+        watched = self._supervisor.watched.pop(role, None)
         ray.kill(actor)
-        kill([ref] if ref is not None else [])
+        kill([watched.process] if watched is not None else [])
 
     def stand_by(self) -> None:
         """Start the missing spare processes: one for each rank, since all are replaced together, and engine."""
@@ -100,10 +100,11 @@ class Workforce:
         started = [self._starting.pop(role) for role in roles]
         calls = [(role, built) for role, (_, built) in zip(roles, started, strict=True)]
         identities = self._supervisor.gather(calls, self._timeout_s, what)
-        for role, identity in zip(roles, identities, strict=True):
+        for role, identity, (actor, _) in zip(roles, identities, started, strict=True):
             kind, _, number = role.partition(" ")
             self._cluster.record(kind, int(number), identity)
-            self._supervisor.watched[role] = ProcessRef(kind, identity["pid"], identity["start_time"], identity["host"])
+            process = ProcessRef(kind, identity["pid"], identity["start_time"], identity["host"])
+            self._supervisor.watched[role] = Watched(actor._actor_id.hex(), process)
         return [actor for actor, _ in started], identities
 
     def _wait_for_spares(self, started: dict[str, Any]) -> None:

@@ -1,0 +1,77 @@
+"""A worker that dies while the answer of another is awaited is seen at once; one that hangs is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from keepstep.errors import NoProgressError, WorkerDiedError
+from keepstep.processes import ProcessRef
+
+pytestmark = pytest.mark.integration
+NOTICED_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[tuple[Any, Any]]:
+    """Two actors of a local Ray."""
+    from keepstep.controller.cluster import LOCAL_ENVIRONMENT
+
+    os.environ.update(LOCAL_ENVIRONMENT)
+    import ray
+
+    @ray.remote(max_restarts=0)
+    class Worker:
+        def pid(self) -> int:
+            return os.getpid()
+
+        def work(self, seconds: float) -> str:
+            time.sleep(seconds)
+            return "done"
+
+    ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=False)
+    yield Worker.remote(), Worker.remote()
+    ray.shutdown()
+
+
+def test_who_hangs_and_who_died(workers: tuple[Any, Any]):
+    import ray
+
+    from keepstep.controller.supervision import Supervisor, Watched
+
+    busy, idle = workers
+    pids = ray.get([busy.pid.remote(), idle.pid.remote()], timeout=60)
+    supervisor = Supervisor(lambda: None)
+    for role, actor, pid in zip(("engine 0", "rank 1"), workers, pids, strict=True):
+        process = ProcessRef.of(pid, role)
+        assert process is not None
+        supervisor.watched[role] = Watched(actor._actor_id.hex(), process)
+
+    def see(gone: set[str], what: str) -> None:
+        raise WorkerDiedError(f"{what}: {gone}").of(gone)
+
+    supervisor.see = see
+    assert supervisor.gather([("engine 0", busy.work.remote(1.5))], 30, "rollout") == ["done"]
+
+    with pytest.raises(NoProgressError, match="rollout: no answer from engine 0 within 1 s") as late:
+        supervisor.gather([("engine 0", busy.work.remote(3))], 1, "rollout")
+    assert late.value.roles == {"engine 0"}
+
+    call = [("engine 0", busy.work.remote(60))]
+    os.kill(pids[1], signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(WorkerDiedError) as died:
+        supervisor.gather(call, 60, "rollout")
+    assert died.value.roles == {"rank 1"} and time.monotonic() - begin < NOTICED_S
+
+    supervisor.watched.clear()
+    begin = time.monotonic()
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match=r"rollout: engine 0 died\.") as died:
+        supervisor.gather(call, 60, "rollout")
+    assert died.value.roles == {"engine 0"} and time.monotonic() - begin < NOTICED_S
