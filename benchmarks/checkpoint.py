@@ -29,7 +29,8 @@ import numpy as np
 import ray
 
 from benchmarks.commands import BAR_S, measure, record
-from keepstep.actor.rank import RankSpec, rank_environment
+from keepstep.actor.environment import rank_environment
+from keepstep.actor.rank import RankSpec
 from keepstep.attempts import Attempt
 from keepstep.checkpoint.digest import READ_BYTES, SMALLEST_PART_BYTES
 from keepstep.config.load import load, to_yaml
@@ -197,11 +198,12 @@ class Bench:
         actors = [
             ray.remote(BenchRank)
             .options(num_cpus=1, runtime_env={"env_vars": rank_environment("cpu") | {"PYTHONPATH": os.getcwd()}})
-            .remote(spec)
-            for spec in specs
+            .remote()
+            for _ in specs
         ]
-        ranks = RankGroup(actors, self.supervisor, self.config.timeouts)
-        ranks.wait_until_started()
+        built = [(f"rank {spec.rank}", a.build.remote(spec)) for spec, a in zip(specs, actors, strict=True)]
+        identities = self.supervisor.gather(built, self.config.timeouts.start_s, "starting the ranks")
+        ranks = RankGroup(actors, identities, self.supervisor, self.config.timeouts)
         ranks.connect()
         ranks.load_initial(str(self.folder / "model"))
         return ranks
