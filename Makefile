@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: run test lint setup clean test-unit test-integration test-gpu exact nodes outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 chaos doctor-fixtures help
+.PHONY: run test lint setup clean test-unit test-integration test-gpu exact nodes outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 chaos doctor-fixtures against-others help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -73,6 +73,18 @@ chaos: setup  ## N runs under random kills from SEED on, each ending as the undi
 
 doctor-fixtures: setup  ## cause every fault anew for the doctor's tests; an hour, root; ARGS: names of faults
 	$(BIN)/python -m tests.faults $(ARGS)
+
+OTHERS := build/against-others
+$(OTHERS)/.installed: tests/against_others.lock $(STAMP)
+	rm -rf $(OTHERS) && $(BIN)/python -m venv --without-pip $(OTHERS)
+	$(BIN)/python -m pip --python $(OTHERS)/bin/python install --quiet --disable-pip-version-check --no-deps -r $<
+	@# What they lack, torch first of all, they take from here; what both have, from their own.
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$($(OTHERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth
+	touch $@
+
+against-others: $(OTHERS)/.installed  ## GRPO's mathematics against verl's and TRL's own functions
+	$(OTHERS)/bin/python -m pytest tests/unit/test_against_others.py -p no:warnings $(ARGS)
 
 lint: setup  ## ruff, import rules, types
 	$(BIN)/ruff check .
