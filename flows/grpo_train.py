@@ -34,7 +34,7 @@ from keepstep.config.load import load
 from keepstep.config.schema import RunConfig
 from keepstep.doctor.evidence import gather, is_run
 from keepstep.doctor.rules import examine
-from keepstep.errors import CheckpointError, KeepstepError, WorkerDiedError
+from keepstep.errors import CheckpointError, HeldError, KeepstepError, WorkerDiedError
 from keepstep.preflight.complete import complete_result
 from keepstep.preflight.lease import wait_until_free
 from keepstep.retry import NOT_RETRYABLE, Decision
@@ -79,7 +79,9 @@ def grpo_train(config: str = "quickstart", overrides: dict[str, Any] = {}) -> An
         plan_resume(plan)
         return finish(settings, train(settings, total_steps, attempts))
     except KeepstepError as error:
-        budget.start_over()
+        if not isinstance(error, HeldError):
+            # Of a run that another one holds nothing was used up, and nothing is written into it.
+            budget.start_over()
         return failed(error, attempts.decision, run)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from keepstep.checkpoint.digest import FileDigest
-from keepstep.errors import StorageError
+from keepstep.errors import NEVER, StorageError
 
 OnBytes = Callable[[int], None]
 """Told after each part how many bytes are done, whether they went over the wire or were there already."""
@@ -21,14 +21,14 @@ class LocalFileError(StorageError):
     """A local file is not what its manifest says: it was damaged after it was saved. Nothing was uploaded of it."""
 
     failure_class = "local_file_differs"
-    retry = False
+    budget = NEVER
 
 
 class DamagedObjectError(StorageError):
     """An object's content is not what its manifest says: asking again gives the same."""
 
     failure_class = "object_damaged"
-    retry = False
+    budget = NEVER
 
 
 @dataclass(frozen=True)

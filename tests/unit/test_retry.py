@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import keepstep.storage.protocol  # noqa: F401  (classes of the tree that stand there)
 from keepstep import errors
 from keepstep.config.schema import RetryConfig
 from keepstep.retry import AttemptEnd, Failure, decide, failures
@@ -104,3 +105,4 @@ def test_the_document_has_the_table_that_the_code_reads():
     assert {name: (budget, int(code)) for name, budget, code in rows} == {
         name: (cls.budget, cls.exit_code) for name, cls in tree.items()
     }
+    assert not [name for name, cls in tree.items() if "retry" in vars(cls)], "the budget alone says it"
