@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: run test lint setup clean test-unit test-integration test-gpu exact nodes outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 chaos doctor-fixtures against-others help
+.PHONY: run test lint setup clean test-unit test-integration test-gpu exact nodes unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 chaos doctor-fixtures against-others help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -40,8 +40,11 @@ exact-%: setup  ## one kill by itself: rank, engine, hung_rank, hung_engine, con
 exact: setup  ## all single kills and the choice of a retry, some twenty minutes
 	$(BIN)/python -m pytest tests/integration/test_single_kills.py tests/integration/test_retry_choice.py -m long $(ARGS)
 
+unattended: setup  ## flow processes, workers and the whole platform killed; they come back by themselves
+	$(BIN)/python -m pytest tests/integration/test_unattended.py -m "long or not long" $(ARGS)
+
 nodes: setup  ## nodes killed, drained, and cut off from each other (root for the last)
-	$(BIN)/python -m pytest tests/integration/test_nodes.py -m "long or not long" $(ARGS)
+	$(BIN)/python -m pytest tests/integration/test_nodes.py -m long $(ARGS)
 
 outages: setup  ## Prefect and S3 servers that do not answer for 90 s, five minutes, an hour
 	$(BIN)/python -m pytest tests/integration/test_outages.py -m long $(ARGS)

@@ -56,6 +56,7 @@ def of_kind(driver: Driver, kind: str, attempt: int) -> list[dict[str, Any]]:
     return [event for event in driver.events() if event["event"] == kind and event["attempt"] == attempt]
 
 
+@pytest.mark.long
 def test_nodes_are_taken_away_one_after_another(workspace: Path, reference: Driver, cluster: RayCluster):
     """C130, C137, C148, C149, C160: a node dies, a node is drained, the head dies; then the run ends as ever."""
     driver = Driver(

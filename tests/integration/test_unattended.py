@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from keepstep.checkpoint.verify import verify
 from keepstep.config.load import load, to_yaml
 from keepstep.platform import guard, local, servers
 from keepstep.platform.api import PrefectApi
@@ -137,7 +138,7 @@ def platform(workspace: Path) -> Iterator[Platform]:
     assert [ref for ref in processes if ref.alive()] == []
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def strays(platform: Platform, complete: RunDir) -> Strays:
     """They are looked at last, when the window of silence is long over."""
     tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
@@ -252,6 +253,7 @@ def test_killed_flow_goes_on_and_a_second_run_of_its_folder_is_refused(platform:
     assert "AwaitingRetry" not in platform.states(second)
 
 
+@pytest.mark.long
 def test_killed_worker_and_flow_go_on_and_so_does_a_platform_that_was_taken_down(platform: Platform) -> None:
     """C131, C139, C145: the flow outlives its worker; both gone, silence tells; `down` saves, `up` goes on."""
     watched = Watched(platform, "silent")
@@ -285,6 +287,28 @@ def test_killed_worker_and_flow_go_on_and_so_does_a_platform_that_was_taken_down
     assert (result["final_step"], result["attempts"]) == (36, 3)
 
 
+@pytest.mark.long
+def test_cancelled_run_saves_and_stays_cancelled(platform: Platform) -> None:
+    """From the command line, as from the page: within the grace, with a good checkpoint, no process, and no retry."""
+    watched = Watched(platform, "cancelled")
+    flow_run = platform.start(watched.run, settings(200))
+    watched.wait_for_verified(2)
+    everything = watched.processes()
+    cancel = [sys.executable, "-m", "prefect", "--no-prompt", "flow-run", "cancel", flow_run]
+    environment = {**clean_environment(), "PREFECT_API_URL": platform.api.url, "DO_NOT_TRACK": "1"}
+    done = subprocess.run(cancel, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    platform.wait_for_state(flow_run, "Cancelled")
+    left = [ref for ref in everything if ref.role not in servers.ROLES]
+    assert wait_until_gone(left, 60) == []
+    assert any(event["event"] == "preempted" for event in watched.events()), "it was not given time to save"
+    step = max(event["step"] for event in watched.events() if event["event"] == "step")
+    assert watched.verified() == step < 200
+    assert verify(watched.run.checkpoint(step)).resumable
+    assert "AwaitingRetry" not in platform.states(flow_run) and watched.run.attempt_numbers() == [1]
+
+
+@pytest.mark.long
 def test_infrastructure_that_starts_later_or_never(platform: Platform, complete: RunDir, tmp_path: Path) -> None:
     """C136: a start that fails is a crash, which is tried again; one that always fails ends with a name of its own."""
     command = tmp_path / "start-flow"
@@ -298,6 +322,7 @@ def test_infrastructure_that_starts_later_or_never(platform: Platform, complete:
     assert complete.attempt_numbers() == []
 
 
+@pytest.mark.long
 def test_strays_end_in_the_right_state(platform: Platform, strays: Strays) -> None:
     """C130, C131: taken by a worker that died before its flow began; cancelled, and nobody left to cancel it."""
     platform.wait_for_state(strays.pending, "Completed")
