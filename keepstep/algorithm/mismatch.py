@@ -11,13 +11,15 @@ import torch
 
 from keepstep.algorithm.losses import LARGEST_LOG_RATIO, masked_difference
 
+Level = Literal["token", "sequence"]
+
 
 def truncated_weights(
     old_log_probs: torch.Tensor,
     engine_log_probs: torch.Tensor,
     mask: torch.Tensor,
     *,
-    level: Literal["token", "sequence"],
+    level: Level,
     cap: float,
 ) -> torch.Tensor:
     """Truncated importance weights min(trainer / engine, cap), to multiply each token's policy loss by, [B, T] each.

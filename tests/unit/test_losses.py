@@ -164,6 +164,17 @@ def test_sequence_level_loss_and_gradient_against_loops(how: str):
     torch.testing.assert_close(inputs.grad, by_loops.padded(expected, BEFORE, WIDTH), rtol=1e-6, atol=1e-9)
 
 
+def test_gradient_of_a_sequence_ratio_is_each_tokens_own():
+    """With a weight per token (an engine weight, say) GSPO's eq. 14 gives token t its own, not the response's mean."""
+    new = torch.tensor([[-1.0, -2.0, -3.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64)
+    found = losses.sequence_log_ratio(new, new.detach() - 0.5, mask)
+    assert found.tolist() == [[0.5, 0.5, 0.5]]
+    (found * torch.tensor([[3.0, 5.0, 7.0]])).sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == [[3.0, 5.0, 0.0]]
+
+
 def test_sequence_ratio_is_clamped_above_as_in_verl():
     """A mean log-ratio of 30 counts as 10 and has no gradient; one of -30 stays."""
     new = torch.tensor([[0.0, 0.0], [-60.0, -60.0]], dtype=torch.float64, requires_grad=True)
