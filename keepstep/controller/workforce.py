@@ -97,10 +97,12 @@ class Workforce:
         threading.Thread(target=self._wait_for_spares, args=(missing,), name="spares", daemon=True).start()
 
     def _up(self, roles: list[str], what: str) -> tuple[list[Any], list[Identity]]:
-        started = [self._starting.pop(role) for role in roles]
+        started = [self._starting[role] for role in roles]
         calls = [(role, built) for role, (_, built) in zip(roles, started, strict=True)]
         identities = self._supervisor.gather(calls, self._timeout_s, what)
+        # Not before: when the wait is broken off, by the death of others, they are asked for again.
         for role, identity, (actor, _) in zip(roles, identities, started, strict=True):
+            del self._starting[role]
             kind, _, number = role.partition(" ")
             self._cluster.record(kind, int(number), identity)
             process = ProcessRef(kind, identity["pid"], identity["start_time"], identity["host"])
