@@ -241,7 +241,12 @@ def test_far_off_tokens_under_every_option():
             assert found.loss.isfinite().all()
         assert new.grad is not None
         assert new.grad.isfinite().all()
-    assert losses.kl_penalty(far, zero, mask, "k3").tolist() == [[10.0, 10.0]]
+    new = far.clone().requires_grad_()
+    found = losses.kl_penalty(new, zero, mask, "k3")
+    assert found.tolist() == [[10.0, 10.0]]
+    found.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == [[0.0, 0.0]]
     assert losses.kl_penalty(far, zero, mask, "k1").tolist() == [[-900.0, 900.0]]
 
 
