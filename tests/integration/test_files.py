@@ -19,8 +19,8 @@ pytestmark = pytest.mark.integration
 
 EVENTS = {
     "attempt_started", "resumed", "step", "checkpoint_saved", "checkpoint_verified", "checkpoint_rejected",
-    "checkpoint_uploaded", "checkpoint_downloaded", "checkpoint_pruned", "upload_failed", "preempted", "worker_lost",
-    "recovered", "failed", "fenced", "finished",
+    "checkpoint_uploaded", "checkpoint_downloaded", "checkpoint_pruned", "upload_progress", "upload_failed",
+    "preempted", "worker_lost", "recovered", "failed", "fenced", "finished",
 }  # fmt: skip
 ROLES = {
     "flow", "controller", "rank", "engine", "writer", "verifier", "uploader", "ray", "object-store", "prefect-server",
