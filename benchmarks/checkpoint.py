@@ -192,7 +192,21 @@ class Bench:
     def _start_ranks(self) -> RankGroup:
         actor = self.config.actor_rollout_ref.actor.model_copy(update={"use_kl_loss": False})
         specs = [
-            RankSpec(rank, NUM_RANKS, "cpu", str(self.folder / "model"), actor, 1.0, 8, 1000, 1, 120.0)
+            RankSpec(
+                rank,
+                NUM_RANKS,
+                "cpu",
+                str(self.folder / "model"),
+                actor,
+                1.0,
+                8,
+                1000,
+                1,
+                120.0,
+                correction=self.config.algorithm.rollout_correction,
+                max_response_length=32,
+                has_reference=False,
+            )
             for rank in range(NUM_RANKS)
         ]
         actors = [

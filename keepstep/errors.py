@@ -210,6 +210,12 @@ class RewardError(KeepstepError):
     failure_class = "reward"
 
 
+class NoSignalError(KeepstepError):
+    """Dynamic sampling found too few groups whose rewards differ: the same prompts would give the same again."""
+
+    failure_class = "no_signal"
+
+
 class StaleWeightsError(KeepstepError):
     """The engine's log-probs are not the trainer's: it samples from other weights."""
 

@@ -20,11 +20,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from keepstep.actor import shards
 from keepstep.actor.batch import Batch, pack
 from keepstep.actor.host_buffer import HostBuffer
+from keepstep.actor.objective import Objective, Tokens
 from keepstep.actor.rng import restore_rng_states, rng_states, seed_everything
 from keepstep.algorithm import losses
+from keepstep.algorithm.logits import token_log_probs
 from keepstep.algorithm.schedules import lr_factor
 from keepstep.checkpoint import layout, reader
-from keepstep.config.schema import ActorConfig
+from keepstep.config.schema import ActorConfig, RolloutCorrectionConfig
 from keepstep.errors import CheckpointError, NonFiniteError
 from keepstep.run import read_json
 
@@ -43,6 +45,13 @@ class RankSpec:
     total_steps: int
     seed: int
     collective_timeout_s: float
+    correction: RolloutCorrectionConfig
+    max_response_length: int
+    has_reference: bool
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.actor, self.correction, self.temperature, self.max_response_length)
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ class Rank:
             timeout=timeout,
         )
         self.model = self._build()
-        self.reference = self._build().requires_grad_(False).eval() if spec.actor.use_kl_loss else None
+        self.reference = self._build().requires_grad_(False).eval() if spec.has_reference else None
         optim = spec.actor.optim
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
@@ -174,7 +183,7 @@ class Rank:
         return [[float(value) for value in row[: len(ids) - 1]] for ids, row in zip(prompts, found, strict=True)]
 
     def log_probs(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Log-probs of the batch's tokens before the update: {"old": [B, L-1], "ref": [B, L-1]} (ref only with KL)."""
+        """Log-probs of the batch's tokens before the update: {"old": [B, L-1], "ref": [B, L-1]} (with a reference)."""
         found = {"old": self._log_probs(self.model, batch)}
         if self.reference is not None:
             found["ref"] = self._log_probs(self.reference, batch)
@@ -282,7 +291,7 @@ class Rank:
         for first in range(0, len(batch), self.spec.log_prob_micro_batch_size):
             tokens = self._tensor(batch.tokens[first : first + self.spec.log_prob_micro_batch_size])
             logits = self._logits(model, tokens)
-            parts.append(losses.token_log_probs(logits, tokens[:, 1:], self.spec.temperature).cpu().numpy())
+            parts.append(token_log_probs(logits, tokens[:, 1:], self.spec.temperature).cpu().numpy())
         # FSDP2 leaves the root's parameters gathered after a forward without backward: no longer shards to copy.
         model.reshard()  # type: ignore[operator]
         model.train(training)
@@ -292,10 +301,10 @@ class Rank:
         self, batch: Batch, log_probs: dict[str, np.ndarray], rows: list[int], sums: dict[str, float]
     ) -> float:
         """One optimizer update; adds this rank's metric sums to `sums`, returns the gradient norm before clipping."""
-        num_tokens = self._all_reduce([float(batch.mask[rows].sum())])[0]
+        denominator = self._all_reduce([self.spec.objective.denominator(torch.from_numpy(batch.mask[rows]))])[0]
         micro = self.spec.actor.ppo_micro_batch_size_per_gpu
         for first in range(0, len(rows), micro):
-            self._backward(batch, log_probs, rows[first : first + micro], num_tokens, sums)
+            self._backward(batch, log_probs, rows[first : first + micro], denominator, sums)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.actor.grad_clip)
         norm_value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not np.isfinite(norm_value):
@@ -308,29 +317,27 @@ class Rank:
         return norm_value
 
     def _backward(
-        self, batch: Batch, log_probs: dict[str, np.ndarray], rows: list[int], num_tokens: float, sums: dict[str, float]
+        self,
+        batch: Batch,
+        log_probs: dict[str, np.ndarray],
+        rows: list[int],
+        denominator: float,
+        sums: dict[str, float],
     ) -> None:
-        actor, temperature = self.spec.actor, self.spec.temperature
-        tokens, mask = self._tensor(batch.tokens[rows]), self._tensor(batch.mask[rows])
-        old, advantages = self._tensor(log_probs["old"][rows]), self._tensor(batch.advantages[rows]).unsqueeze(1)
-        logits = self._logits(self.model, tokens)
-        new = losses.token_log_probs(logits, tokens[:, 1:], temperature)
-        policy_loss = losses.clipped_policy_loss(new, old, advantages, actor.clip_ratio)
-        loss = policy_loss
-        with torch.set_grad_enabled(bool(actor.entropy_coeff)):
-            entropy = losses.entropy(logits, temperature)
-        terms = {"pg_loss": policy_loss, "entropy": entropy, "ppo_kl": old - new}
-        terms["pg_clipfrac"] = losses.clip_fraction(new, old, advantages, actor.clip_ratio)
-        if self.reference is not None:
-            kl = losses.kl_k3(new, self._tensor(log_probs["ref"][rows]))
-            loss = loss + actor.kl_loss_coef * kl
-            terms["kl_loss"] = kl
-        if actor.entropy_coeff:
-            loss = loss - actor.entropy_coeff * entropy
-        # FSDP averages gradients over the ranks; the mean is over the tokens of the whole mini-batch.
-        (losses.masked_sum(loss, mask) * (self.spec.world_size / max(num_tokens, 1.0))).backward()
+        ids, mask = self._tensor(batch.tokens[rows]), self._tensor(batch.mask[rows])
+        tokens = Tokens(
+            ids=ids[:, 1:],
+            mask=mask,
+            old=self._tensor(log_probs["old"][rows]),
+            engine=self._tensor(batch.engine_log_probs[rows]),
+            ref=self._tensor(log_probs["ref"][rows]) if "ref" in log_probs else None,
+            advantages=self._tensor(batch.advantages[rows]).unsqueeze(1),
+        )
+        loss, terms = self.spec.objective(self._logits(self.model, ids), tokens)
+        # FSDP averages gradients over the ranks; the mean is over the whole mini-batch.
+        (loss * (self.spec.world_size / max(denominator, 1.0))).backward()
         for name, values in terms.items():
-            sums[name] = sums.get(name, 0.0) + float(losses.masked_sum(values.detach(), mask))
+            sums[name] = sums.get(name, 0.0) + float(losses.masked_sum(values, mask))
         sums["num_tokens"] = sums.get("num_tokens", 0.0) + float(mask.sum())
 
     def _all_reduce(self, values: list[float]) -> list[float]:

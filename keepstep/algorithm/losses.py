@@ -16,9 +16,6 @@ from typing import Literal
 
 import torch
 
-from keepstep.algorithm.logits import entropy as entropy
-from keepstep.algorithm.logits import token_log_probs as token_log_probs
-
 LARGEST_LOG_RATIO = 20.0
 LARGEST_SEQUENCE_LOG_RATIO = 10.0
 LARGEST_KL = 10.0
@@ -95,22 +92,6 @@ def policy_loss(
     return PolicyLoss(loss, (bounded > whole).to(loss.dtype), clipped_lower)
 
 
-def clipped_policy_loss(
-    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, clip_ratio: float
-) -> torch.Tensor:
-    """`policy_loss` of token ratios with one clip ratio and no dual clip, [B, T]."""
-    log_ratio = token_log_ratio(log_probs, old_log_probs, torch.ones_like(log_probs))
-    return policy_loss(log_ratio, advantages, clip_low=clip_ratio, clip_high=clip_ratio).loss
-
-
-def clip_fraction(
-    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, clip_ratio: float
-) -> torch.Tensor:
-    """`PolicyLoss.clipped` of token ratios with one clip ratio, [B, T]."""
-    log_ratio = token_log_ratio(log_probs, old_log_probs, torch.ones_like(log_probs))
-    return policy_loss(log_ratio, advantages, clip_low=clip_ratio, clip_high=clip_ratio).clipped
-
-
 def kl_penalty(
     log_probs: torch.Tensor, ref_log_probs: torch.Tensor, mask: torch.Tensor, estimator: KlEstimator
 ) -> torch.Tensor:
@@ -127,11 +108,6 @@ def kl_penalty(
         return value
     gradient_bearer = _k2(difference)
     return gradient_bearer - gradient_bearer.detach() + value.detach()
-
-
-def kl_k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    """`kl_penalty` by `k3` with nothing masked, [B, T]."""
-    return _k3(log_probs - ref_log_probs)
 
 
 def token_weights(mask: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:

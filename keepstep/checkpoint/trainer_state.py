@@ -29,8 +29,8 @@ def state_problems(state: Any) -> list[str]:
         "num_updates": state.get("num_updates"),
         "num_response_tokens": state.get("num_response_tokens"),
     }
-    # Older checkpoints do not have it.
-    counts = needed | ({"num_train_rows": state["num_train_rows"]} if "num_train_rows" in state else {})
+    # Older checkpoints do not have them.
+    counts = needed | {name: state[name] for name in ("num_train_rows", "num_gen_batches") if name in state}
     problems = [
         f"{name} is {_short(value)}, expected a count" for name, value in counts.items() if not _is_count(value)
     ]
@@ -56,11 +56,14 @@ def param_group_problems(groups: Any) -> list[str]:
 
 
 def counter_problems(state: dict[str, Any]) -> list[str]:
-    """Whether the position in the data is one that this many steps lead to; every step takes a batch of one size."""
+    """Whether the position in the data is one that so many batches lead to; every batch has one size."""
     step, offset = state["global_step"], state["dataloader_state"]["train_dataset_offset"]
+    num_batches = state.get("num_gen_batches", step)
     problems = []
-    if offset if step == 0 else offset == 0 or offset % step:
-        problems.append(f"train_dataset_offset {offset} is not {step} batches of one size")
+    if offset if num_batches == 0 else offset == 0 or offset % num_batches:
+        problems.append(f"train_dataset_offset {offset} is not {num_batches} batches of one size")
+    if num_batches < step:
+        problems.append(f"num_gen_batches is {num_batches}, and {step} steps take one each at least")
     num_rows = state.get("num_train_rows")
     if num_rows == 0:
         problems.append("num_train_rows is 0")

@@ -110,7 +110,7 @@ def validate(config: RunConfig) -> list[str]:
     Raises:
         ConfigError: settings that contradict each other, all of them, each with both values and the way out.
     """
-    problems = [*_check_batches(config), *_check_frequencies(config)]
+    problems = [*_check_batches(config), *_check_algorithm(config), *_check_frequencies(config)]
     if "@" in (config.s3.endpoint_url or ""):
         # Without its value, which is the secret, and which config.yaml and the log would keep.
         problems.append("s3.endpoint_url carries credentials: give them to AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
@@ -148,6 +148,19 @@ def _check_batches(config: RunConfig) -> Iterator[str]:
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} prompts cannot be dealt evenly to {ranks} ranks "
             f"(trainer.nnodes * trainer.n_gpus_per_node): make it a multiple of {ranks}"
         )
+
+
+def _check_algorithm(config: RunConfig) -> Iterator[str]:
+    overlong, limit = config.reward_model.overlong_buffer, config.data.max_response_length
+    if overlong.enable and overlong.len > limit:
+        yield (
+            f"reward_model.overlong_buffer.len={overlong.len} is longer than data.max_response_length={limit}: "
+            f"give at most {limit}"
+        )
+    if config.algorithm.adv_estimator == "grpo_passk" and config.actor_rollout_ref.rollout.n == 1:
+        yield "algorithm.adv_estimator=grpo_passk compares the best response with the second: rollout.n of 2 at least"
+    if config.algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:
+        yield "algorithm.filter_groups.enable=true drops every group of one: rollout.n of 2 at least"
 
 
 def _check_frequencies(config: RunConfig) -> Iterator[str]:

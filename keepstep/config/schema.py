@@ -18,11 +18,43 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
 
+KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"]
+
+
+class KlControlConfig(Section):
+    type: Literal["fixed"] = "fixed"
+    kl_coef: NonNegativeFloat = 0.001
+    """What a nat of the KL estimate takes off the reward."""
+
+
+class FilterGroupsConfig(Section):
+    enable: bool = False
+    """Dynamic sampling (DAPO): groups whose rewards are all equal are dropped and refilled with the next prompts."""
+    max_num_gen_batches: PositiveInt = 10
+    """Batches of prompts that one step may roll out; one that is not full then stops the run."""
+
+
+class RolloutCorrectionConfig(Section):
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Weigh each token's loss by trainer / engine probability, of the token or of its response; None: do not."""
+    rollout_is_threshold: PositiveFloat = 2.0
+    """Its largest value (truncated importance sampling)."""
+
+
 class AlgorithmConfig(Section):
-    adv_estimator: Literal["grpo"] = Field(...)
+    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "grpo_passk"] = Field(...)
     """How advantages are estimated. Always stated, never inferred: trainers differ in what they take by default."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide the centred group rewards by their standard deviation (GRPO); False is Dr. GRPO's choice."""
+    use_kl_in_reward: bool = False
+    """Take the KL estimate against the frozen reference off the rewards, before the advantages."""
+    kl_penalty: KlEstimator = "kl"
+    """Estimator of the KL in the reward."""
+    kl_ctrl: KlControlConfig = KlControlConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    mask_truncated: bool = False
+    """Responses that were cut off at `data.max_response_length` bear no loss; their rewards still count."""
 
 
 class DataConfig(Section):
@@ -74,6 +106,11 @@ class FsdpConfig(Section):
     """Precision of forward and backward; master weights and reductions are fp32 in either case."""
 
 
+class PolicyLossConfig(Section):
+    loss_mode: Literal["vanilla", "gspo"] = "vanilla"
+    """`vanilla`: a ratio per token; `gspo`: one per response."""
+
+
 class ActorConfig(Section):
     ppo_mini_batch_size: PositiveInt = 64
     """Prompts per optimizer update (each with all its `rollout.n` responses)."""
@@ -83,14 +120,23 @@ class ActorConfig(Section):
     """Passes over each rollout batch."""
     clip_ratio: PositiveFloat = 0.2
     """PPO clip on the probability ratio."""
+    clip_ratio_low: PositiveFloat | None = None
+    """Clip below 1, where it is to be another one."""
+    clip_ratio_high: PositiveFloat | None = None
+    """Clip above 1, where it is to be another one (DAPO's clip-higher)."""
+    clip_ratio_c: float | None = Field(default=None, gt=1)
+    """Bound of the dual clip, for tokens of negative advantage; None: none."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
     use_kl_loss: bool = True
     """Add the KL estimate against the frozen reference to the loss."""
     kl_loss_coef: NonNegativeFloat = 0.001
     """Its coefficient."""
-    kl_loss_type: Literal["low_var_kl"] = "low_var_kl"
-    """KL estimator: verl's name of k3."""
-    loss_agg_mode: Literal["token-mean"] = "token-mean"
-    """How token losses are averaged over the mini-batch."""
+    kl_loss_type: KlEstimator = "low_var_kl"
+    """KL estimator; `low_var_kl` is verl's name of k3, a `+` takes the gradient of k2."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    """How token losses are averaged over the mini-batch; the last divides by `data.max_response_length` (Dr. GRPO)."""
     entropy_coeff: float = 0.0
     """Entropy bonus."""
     grad_clip: PositiveFloat = 1.0
@@ -135,6 +181,19 @@ class RolloutConfig(Section):
     logprob_tolerance: PositiveFloat = 1e-3
     """Largest accepted |engine - trainer| log-prob of a sampled token; above it the engine has stale weights."""
     val_kwargs: ValKwargs = ValKwargs()
+
+
+class OverlongBufferConfig(Section):
+    enable: bool = False
+    """Soft over-long punishment (DAPO): the last tokens before the limit take from the reward."""
+    len: PositiveInt = 1
+    """Tokens before `data.max_response_length` over which the punishment grows."""
+    penalty_factor: NonNegativeFloat = 1.0
+    """What a response at the limit loses."""
+
+
+class RewardModelConfig(Section):
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
 class ActorRolloutRefConfig(Section):
@@ -298,6 +357,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
+    reward_model: RewardModelConfig = RewardModelConfig()
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
     trainer: TrainerConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -312,6 +372,11 @@ class RunConfig(Section):
     def world_size(self) -> int:
         """FSDP2 ranks of the job."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen reference is held at all."""
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def s3_enabled(self) -> bool:

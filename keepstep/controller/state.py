@@ -17,6 +17,8 @@ class TrainState:
     """Rows of the training set handed out, over all ranks and epochs."""
     val_dataset_offset: int = 0
     """Rows of the validation set handed out, over all validations."""
+    num_gen_batches: int = 0
+    """Batches of prompts rolled out: one a step, more with dynamic sampling."""
     num_updates: int = 0
     """Optimizer updates."""
     num_response_tokens: int = 0
@@ -36,6 +38,7 @@ class TrainState:
                 "val_dataset_offset": self.val_dataset_offset,
             },
             "num_train_rows": num_rows,
+            "num_gen_batches": self.num_gen_batches,
             "num_updates": self.num_updates,
             "num_response_tokens": self.num_response_tokens,
             "metrics": self.metrics,
@@ -48,6 +51,8 @@ class TrainState:
             global_step=record["global_step"],
             train_dataset_offset=record["dataloader_state"]["train_dataset_offset"],
             val_dataset_offset=record["dataloader_state"]["val_dataset_offset"],
+            # Older checkpoints do not have it, nor dynamic sampling.
+            num_gen_batches=record.get("num_gen_batches", record["global_step"]),
             num_updates=record["num_updates"],
             num_response_tokens=record["num_response_tokens"],
             metrics=dict(record["metrics"]),

@@ -13,28 +13,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from keepstep.actor.batch import Batch, deal, pack
-from keepstep.algorithm.advantages import grpo_advantages
+from keepstep.algorithm.advantages import estimate_advantages
+from keepstep.algorithm.losses import kl_penalty
+from keepstep.algorithm.mismatch import mismatch_metrics
+from keepstep.algorithm.shaping import kl_in_reward, overlong_penalty
 from keepstep.checkpoint.cadence import due
 from keepstep.config.schema import RunConfig
 from keepstep.controller import resume_probe
 from keepstep.controller.groups import EngineGroup, RankGroup
 from keepstep.controller.leaving import Leaving
 from keepstep.controller.pace import Pace
+from keepstep.controller.rollouts import Rollouts
 from keepstep.controller.saver import Saver
 from keepstep.controller.state import TrainState
 from keepstep.data.loader import Dataset, Row
 from keepstep.data.order import rows_at, sample_seed
-from keepstep.errors import NonFiniteError, NoProgressError, StaleWeightsError
+from keepstep.errors import NonFiniteError, NoProgressError, NoSignalError, StaleWeightsError
 from keepstep.rewards.load import RewardFunction, score
 from keepstep.rollout.types import Request, Response
 
 Metrics = dict[str, float]
+LogProbs = dict[str, np.ndarray]
 VAL = "val/reward/mean"
 
 
@@ -67,6 +71,8 @@ class Trainer:
         self.state = state
         self.total_steps = total_steps
         self.pace = Pace()
+        self._num_gen_batches = 0
+        """Batches of prompts that the running step has rolled out."""
 
     def fit(self) -> None:
         """Train to the last step, or to the end of the step in which the attempt is asked to leave.
@@ -89,12 +95,13 @@ class Trainer:
     def step(self) -> None:
         """One step of GRPO: roll out, score, update, hand the new weights to the engines."""
         begin = time.monotonic()
-        rows = self.next_prompts()
-        responses = self.generate(rows)
-        rewards = self.score(rows, responses)
-        batch = self.pack(rows, responses, self.advantages(rewards))
-        metrics = self.update(batch)
-        self.advance(batch, rewards, responses, metrics)
+        rollouts = self.roll_out()
+        batch = self.pack(rollouts)
+        log_probs = self.log_probs(batch)
+        rewards = self.rewards(rollouts, batch, log_probs)
+        batch = batch.with_advantages(self.advantages(rewards))
+        metrics = self.update(batch, log_probs)
+        self.advance(rollouts, batch, rewards, metrics)
         self.sync_weights()
         try:
             if self._due(self.config.trainer.test_freq):
@@ -103,11 +110,40 @@ class Trainer:
             # The step is finished, whatever becomes of its validation.
             self.report(metrics, begin)
 
-    def next_prompts(self) -> list[Row]:
+    def roll_out(self) -> Rollouts:
+        """Prompts, responses and scores; with dynamic sampling from as many batches as it takes to fill one.
+
+        Raises:
+            NoSignalError: too many batches were needed.
+        """
+        sampling, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        found: Rollouts | None = None
+        for number in range(sampling.max_num_gen_batches if sampling.enable else 1):
+            new = self.roll_out_batch(number)
+            self._num_gen_batches = number + 1
+            if not sampling.enable:
+                return new
+            found = found + new.with_signal() if found else new.with_signal()
+            if len(found) >= wanted:
+                return found.first(wanted)
+        assert found is not None
+        raise NoSignalError(
+            f"Step {self.state.global_step + 1}: {self._num_gen_batches} batches of {wanted} prompts gave "
+            f"{len(found)} groups whose rewards differ; {wanted} are needed (algorithm.filter_groups).",
+            "Look at the rewards: the data may be too hard or too easy. Or raise max_num_gen_batches.",
+        )
+
+    def roll_out_batch(self, number: int) -> Rollouts:
+        """The step's `number`-th batch of prompts, rolled out and scored."""
+        rows = self.next_prompts(number)
+        responses = self.generate(rows, number)
+        return Rollouts(rows, responses, self.score(rows, responses))
+
+    def next_prompts(self, number: int) -> list[Row]:
         """The next rows in the run's order; that order is a function of (seed, offset) alone."""
         data, trainer = self.config.data, self.config.trainer
         indices = rows_at(
-            self.state.train_dataset_offset,
+            self.state.train_dataset_offset + number * data.train_batch_size,
             data.train_batch_size,
             num_rows=len(self.parts.train_set),
             seed=trainer.seed,
@@ -115,11 +151,12 @@ class Trainer:
         )
         return [self.parts.train_set[index] for index in indices]
 
-    def generate(self, rows: list[Row]) -> list[Response]:
+    def generate(self, rows: list[Row], number: int) -> list[Response]:
         """`rollout.n` responses to each prompt, in order of prompts."""
         rollout, step = self.config.actor_rollout_ref.rollout, self.state.global_step + 1
+        first = number * self.config.data.train_batch_size
         requests = [
-            Request(row.prompt_ids, sample_seed(self.config.trainer.seed, step, prompt, sample))
+            Request(row.prompt_ids, sample_seed(self.config.trainer.seed, step, first + prompt, sample))
             for prompt, row in enumerate(rows)
             for sample in range(rollout.n)
         ]
@@ -132,57 +169,81 @@ class Trainer:
             )
 
     def score(self, rows: list[Row], responses: list[Response]) -> np.ndarray:
-        """Rewards [num_prompts, group_size]."""
+        """What the reward function says, [num_prompts, group_size]."""
         group_size = self.config.actor_rollout_ref.rollout.n
         with self.pace.act("reward"):
-            rewards = self._score([row for row in rows for _ in range(group_size)], responses)
-        return np.array(rewards, dtype=np.float64).reshape(len(rows), group_size)
+            scores = self._score([row for row in rows for _ in range(group_size)], responses)
+        return np.array(scores, dtype=np.float64).reshape(len(rows), group_size)
+
+    def pack(self, rollouts: Rollouts) -> Batch:
+        prompts = [row.prompt_ids for row in rollouts.rows for _ in range(rollouts.group_size)]
+        responses = rollouts.responses
+        batch = pack(prompts, [r.token_ids for r in responses], [r.log_probs for r in responses], self.parts.pad_id)
+        if self.config.algorithm.mask_truncated:
+            batch = batch.without_loss(np.array([not response.finished for response in responses]))
+        return batch
+
+    def log_probs(self, batch: Batch) -> LogProbs:
+        """Old and reference log-probs of the batch, [B, L-1] each.
+
+        Raises:
+            StaleWeightsError: the engine samples from other weights.
+        """
+        dealt, _ = self._dealt()
+        with self.pace.act("log_probs"):
+            found = self.parts.ranks.log_probs([batch.rows(rows) for rows in dealt])
+        order = np.argsort([row for rows in dealt for row in rows])
+        return {name: np.concatenate([part[name] for part in found])[order] for name in found[0]}
+
+    def rewards(self, rollouts: Rollouts, batch: Batch, log_probs: LogProbs) -> np.ndarray:
+        """The scores less what length and divergence cost, [num_prompts, group_size]."""
+        config, rewards = self.config, torch.from_numpy(rollouts.scores).flatten()
+        overlong = config.reward_model.overlong_buffer
+        if overlong.enable:
+            lengths = torch.tensor([len(response.token_ids) for response in rollouts.responses])
+            limit = config.data.max_response_length
+            rewards = rewards + overlong_penalty(
+                lengths, max_length=limit, buffer_length=overlong.len, factor=overlong.penalty_factor
+            )
+        if config.algorithm.use_kl_in_reward:
+            mask, old, ref = (torch.from_numpy(a) for a in (batch.mask, log_probs["old"], log_probs["ref"]))
+            kl = kl_penalty(old, ref, mask, config.algorithm.kl_penalty)
+            rewards = kl_in_reward(rewards, kl, mask, config.algorithm.kl_ctrl.kl_coef)
+        return rewards.double().numpy().reshape(rollouts.scores.shape)
 
     def advantages(self, rewards: np.ndarray) -> np.ndarray:
         """Group-relative advantages [num_prompts * group_size]."""
         algorithm = self.config.algorithm
-        found = grpo_advantages(torch.from_numpy(rewards), normalize_by_std=algorithm.norm_adv_by_std_in_grpo)
+        found = estimate_advantages(
+            torch.from_numpy(rewards), algorithm.adv_estimator, normalize_by_std=algorithm.norm_adv_by_std_in_grpo
+        )
         return found.flatten().numpy()
 
-    def pack(self, rows: list[Row], responses: list[Response], advantages: np.ndarray) -> Batch:
-        group_size = self.config.actor_rollout_ref.rollout.n
-        prompts = [row.prompt_ids for row in rows for _ in range(group_size)]
-        batch = pack(prompts, [r.token_ids for r in responses], [r.log_probs for r in responses], self.parts.pad_id)
-        return batch.with_advantages(advantages)
-
-    def update(self, batch: Batch) -> Metrics:
-        """Old and reference log-probs, the guard against stale engine weights, then the optimizer updates."""
-        actor, world_size = self.config.actor_rollout_ref.actor, self.config.world_size
-        group_size = self.config.actor_rollout_ref.rollout.n
-        dealt = deal(self.config.data.train_batch_size, group_size, actor.ppo_mini_batch_size, world_size)
-        shards = [batch.rows([row for mini in rank for row in mini]) for rank in dealt]
-        sizes = [[len(mini) for mini in rank] for rank in dealt]
-        mini_batches = [[list(range(sum(s[:i]), sum(s[: i + 1]))) for i in range(len(s))] for s in sizes]
-        with self.pace.act("log_probs"):
-            log_probs = self.parts.ranks.log_probs(shards)
-        guard = self._guard(shards, log_probs)
+    def update(self, batch: Batch, log_probs: LogProbs) -> Metrics:
+        """The guard against stale engine weights, then the optimizer updates."""
+        guard = self._guard(batch, log_probs)
+        dealt, mini_batches = self._dealt()
         with self.pace.act("update"):
-            return guard | self.parts.ranks.update(shards, log_probs, mini_batches)
+            return guard | self.parts.ranks.update(
+                [batch.rows(rows) for rows in dealt],
+                [{name: values[rows] for name, values in log_probs.items()} for rows in dealt],
+                mini_batches,
+            )
 
-    def advance(self, batch: Batch, rewards: np.ndarray, responses: list[Response], metrics: Metrics) -> None:
+    def advance(self, rollouts: Rollouts, batch: Batch, rewards: np.ndarray, metrics: Metrics) -> None:
         """Count the finished step."""
-        actor, state = self.config.actor_rollout_ref.actor, self.state
-        num_tokens = np.array([len(response.token_ids) for response in responses])
-        metrics |= {
-            "critic/rewards/mean": float(rewards.mean()),
-            "critic/rewards/max": float(rewards.max()),
-            "critic/rewards/min": float(rewards.min()),
-            "critic/rewards/zero_std_groups": float(np.mean(rewards.max(axis=1) == rewards.min(axis=1))),
-            "rollout/identical_groups": identical_groups(responses, group_size=rewards.shape[1]),
-            "response_length/mean": float(num_tokens.mean()),
-            "response_length/clip_ratio": float(np.mean([not response.finished for response in responses])),
-        }
+        config, state = self.config, self.state
+        actor = config.actor_rollout_ref.actor
+        metrics |= rollout_metrics(rollouts, rewards)
+        if config.algorithm.filter_groups.enable:
+            metrics["train/num_gen_batches"] = float(self._num_gen_batches)
         bad = sorted(name for name, value in metrics.items() if not np.isfinite(value))
         if bad:
             raise NonFiniteError(f"Step {state.global_step + 1}: {', '.join(bad)} is not finite.")
         state.global_step += 1
-        state.train_dataset_offset += len(rewards)
-        state.num_updates += actor.ppo_epochs * (len(rewards) // actor.ppo_mini_batch_size)
+        state.num_gen_batches += self._num_gen_batches
+        state.train_dataset_offset += self._num_gen_batches * config.data.train_batch_size
+        state.num_updates += actor.ppo_epochs * (len(rollouts) // actor.ppo_mini_batch_size)
         state.num_response_tokens += int(batch.mask.sum())
         # Only this step's: a checkpoint that carried an earlier validation could pass for the best.
         state.metrics = dict(metrics)
@@ -258,15 +319,23 @@ class Trainer:
                 rewards.append(score(self.parts.reward, row.data_source, text, row.ground_truth, row.extra_info))
         return rewards
 
-    def _guard(self, shards: list[Batch], log_probs: list[dict[str, Any]]) -> Metrics:
-        """Largest and mean |engine - trainer| log-prob of the sampled tokens.
+    def _dealt(self) -> tuple[list[list[int]], list[list[list[int]]]]:
+        """(rows of the batch that each rank gets; per rank, its mini-batches as places among those)."""
+        config = self.config
+        actor, group_size = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+        dealt = deal(config.data.train_batch_size, group_size, actor.ppo_mini_batch_size, config.world_size)
+        sizes = [[len(mini) for mini in rank] for rank in dealt]
+        mini_batches = [[list(range(sum(s[:i]), sum(s[: i + 1]))) for i in range(len(s))] for s in sizes]
+        return [[row for mini in rank for row in mini] for rank in dealt], mini_batches
+
+    def _guard(self, batch: Batch, log_probs: LogProbs) -> Metrics:
+        """Largest and mean |engine - trainer| log-prob of the sampled tokens, and what follows from it.
 
         Raises:
             StaleWeightsError: beyond `rollout.logprob_tolerance`: the engine samples from other weights.
         """
-        gaps = np.concatenate(
-            [np.abs(s.engine_log_probs - p["old"])[s.mask > 0] for s, p in zip(shards, log_probs, strict=True)]
-        )
+        engine, old, mask = batch.engine_log_probs, log_probs["old"], batch.mask
+        gaps = np.abs(engine - old)[mask > 0]
         tolerance = self.config.actor_rollout_ref.rollout.logprob_tolerance
         worst = float(gaps.max(initial=0.0))
         if not worst <= tolerance:
@@ -275,7 +344,24 @@ class Trainer:
                 f"token, tolerance {tolerance:g}: the engine samples from other weights.",
                 "With another engine precision raise actor_rollout_ref.rollout.logprob_tolerance; else report it.",
             )
-        return {"rollout/logprob_gap_max": worst, "rollout/logprob_gap_mean": float(gaps.mean()) if gaps.size else 0.0}
+        found = {"rollout/logprob_gap_max": worst, "rollout/logprob_gap_mean": float(gaps.mean()) if gaps.size else 0.0}
+        return found | mismatch_metrics(*(torch.from_numpy(array) for array in (old, engine, mask)))
+
+
+def rollout_metrics(rollouts: Rollouts, rewards: np.ndarray) -> Metrics:
+    """Of scores, rewards and lengths, under verl's names."""
+    scores, responses = rollouts.scores, rollouts.responses
+    num_tokens = np.array([len(response.token_ids) for response in responses])
+    return {
+        "critic/score/mean": float(scores.mean()),
+        "critic/rewards/mean": float(rewards.mean()),
+        "critic/rewards/max": float(rewards.max()),
+        "critic/rewards/min": float(rewards.min()),
+        "critic/rewards/zero_std_groups": float(np.mean(scores.max(axis=1) == scores.min(axis=1))),
+        "rollout/identical_groups": identical_groups(responses, rollouts.group_size),
+        "response_length/mean": float(num_tokens.mean()),
+        "response_length/clip_ratio": float(np.mean([not response.finished for response in responses])),
+    }
 
 
 def identical_groups(responses: list[Response], group_size: int) -> float:

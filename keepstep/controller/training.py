@@ -215,6 +215,9 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
             total_steps=session.start.total_steps,
             seed=config.trainer.seed,
             collective_timeout_s=config.timeouts.collective_s,
+            correction=config.algorithm.rollout_correction,
+            max_response_length=config.data.max_response_length,
+            has_reference=config.has_reference,
         )
         for rank in range(config.world_size)
     ]
@@ -262,7 +265,7 @@ def start_saver(session: Session, chosen: ResumePlan, cluster: Cluster, ranks: R
         config_yaml=to_yaml(session.config),
         model_files=session.model_files(chosen.step),
         num_rows=0,
-        has_reference=config.actor_rollout_ref.actor.use_kl_loss,
+        has_reference=config.has_reference,
         total_steps=session.start.total_steps,
         resumed_step=chosen.step,
         waive_exactness=session.waive_exactness(),

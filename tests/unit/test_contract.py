@@ -167,7 +167,15 @@ def test_a_setting_that_an_older_record_does_not_have_was_its_default(tmp_path: 
 
 
 FATAL_CHANGES = {
+    "algorithm.adv_estimator": "rloo",
     "algorithm.norm_adv_by_std_in_grpo": "false",
+    "algorithm.use_kl_in_reward": "true",
+    "algorithm.kl_penalty": "k3",
+    "algorithm.kl_ctrl.kl_coef": "0.5",
+    "algorithm.filter_groups.enable": "true",
+    "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_is_threshold": "3.0",
+    "algorithm.mask_truncated": "true",
     "data.prompt_key": "question",
     "data.reward_fn_key": "source",
     "data.train_batch_size": "32",
@@ -180,6 +188,15 @@ FATAL_CHANGES = {
     "actor_rollout_ref.actor.ppo_mini_batch_size": "64",
     "actor_rollout_ref.actor.ppo_epochs": "2",
     "actor_rollout_ref.actor.clip_ratio": "0.3",
+    "actor_rollout_ref.actor.clip_ratio_low": "0.1",
+    "actor_rollout_ref.actor.clip_ratio_high": "0.28",
+    "actor_rollout_ref.actor.clip_ratio_c": "3.0",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
+    "actor_rollout_ref.actor.kl_loss_type": "mse",
+    "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
+    "reward_model.overlong_buffer.enable": "true",
+    "reward_model.overlong_buffer.len": "2",
+    "reward_model.overlong_buffer.penalty_factor": "0.5",
     "actor_rollout_ref.actor.use_kl_loss": "false",
     "actor_rollout_ref.actor.kl_loss_coef": "0.5",
     "actor_rollout_ref.actor.entropy_coeff": "0.1",
@@ -199,8 +216,7 @@ FATAL_CHANGES = {
 }
 """Every fatal setting that has another value to give."""
 ONE_VALUE = {
-    "algorithm.adv_estimator", "actor_rollout_ref.actor.kl_loss_type", "actor_rollout_ref.actor.loss_agg_mode",
-    "actor_rollout_ref.rollout.name", "model.fingerprint", "init_from.fingerprint",
+    "algorithm.kl_ctrl.type", "actor_rollout_ref.rollout.name", "model.fingerprint", "init_from.fingerprint",
 }  # fmt: skip
 
 

@@ -24,34 +24,44 @@ def logs(*values: float) -> torch.Tensor:
     return torch.tensor([[math.log(value) for value in values]], dtype=torch.float64)
 
 
+def clipped(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> losses.PolicyLoss:
+    """The token losses of one clip ratio, 0.2."""
+    log_ratio = losses.token_log_ratio(new, old, torch.ones_like(new))
+    return losses.policy_loss(log_ratio, advantages, clip_low=0.2, clip_high=0.2)
+
+
+def k3(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    return losses.kl_penalty(policy, reference, torch.ones_like(policy), "k3")
+
+
 def test_clip_binds_only_where_it_takes_away():
     # Ratios 1.5, 1.5, 0.5, 0.5 with advantages +1, -1, +1, -1 and eps 0.2:
     # min(1.5, 1.2), min(-1.5, -1.2), min(0.5, 0.8), min(-0.5, -0.8), negated.
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
     old = logs(0.2, 0.2, 0.2, 0.2)
     new = logs(0.3, 0.3, 0.1, 0.1)
-    found = losses.clipped_policy_loss(new, old, advantages, clip_ratio=0.2)
-    torch.testing.assert_close(found, torch.tensor([[-1.2, 1.5, -0.5, 0.8]], dtype=torch.float64))
-    assert losses.clip_fraction(new, old, advantages, clip_ratio=0.2).tolist() == [[1.0, 0.0, 0.0, 1.0]]
+    found = clipped(new, old, advantages)
+    torch.testing.assert_close(found.loss, torch.tensor([[-1.2, 1.5, -0.5, 0.8]], dtype=torch.float64))
+    assert found.clipped.tolist() == [[1.0, 0.0, 0.0, 1.0]]
 
 
 def test_policy_gradient_at_ratio_one_is_minus_the_advantage():
     new = logs(0.25, 0.5).requires_grad_()
-    losses.clipped_policy_loss(new, new.detach(), torch.tensor([[2.0]], dtype=torch.float64), 0.2).sum().backward()
+    clipped(new, new.detach(), torch.tensor([[2.0]], dtype=torch.float64)).loss.sum().backward()
     assert new.grad is not None
     torch.testing.assert_close(new.grad, torch.tensor([[-2.0, -2.0]], dtype=torch.float64))
 
 
 def test_clipped_token_has_no_gradient():
     new = logs(0.9).requires_grad_()
-    losses.clipped_policy_loss(new, logs(0.3), torch.tensor([[1.0]], dtype=torch.float64), 0.2).sum().backward()
+    clipped(new, logs(0.3), torch.tensor([[1.0]], dtype=torch.float64)).loss.sum().backward()
     assert new.grad is not None
     assert new.grad.item() == 0.0
 
 
 def test_k3_by_hand():
     # reference/policy = 2: 2 - ln 2 - 1; equal: 0; 1/2: 1/2 + ln 2 - 1.
-    found = losses.kl_k3(logs(0.1, 0.3, 0.4), logs(0.2, 0.3, 0.2))
+    found = k3(logs(0.1, 0.3, 0.4), logs(0.2, 0.3, 0.2))
     expected = [1 - math.log(2), 0.0, math.log(2) - 0.5]
     torch.testing.assert_close(found, torch.tensor([expected], dtype=torch.float64))
 
@@ -59,7 +69,7 @@ def test_k3_by_hand():
 def test_k3_is_unbiased_for_the_kl_divergence():
     # Summed over the policy's own distribution, k3 is the exact KL: sum p ln(p/q).
     policy, reference = [0.5, 0.3, 0.2], [0.2, 0.5, 0.3]
-    estimate = losses.kl_k3(logs(*policy), logs(*reference))
+    estimate = k3(logs(*policy), logs(*reference))
     exact = sum(p * math.log(p / q) for p, q in zip(policy, reference, strict=True))
     assert math.isclose((torch.tensor(policy, dtype=torch.float64) * estimate).sum().item(), exact, rel_tol=1e-12)
 
@@ -68,9 +78,9 @@ def test_far_off_tokens_stay_finite():
     """verl's clamps: the log-ratio at +-20, the KL estimate at 10."""
     one, far = torch.tensor([[1.0]], dtype=torch.float64), torch.tensor([[-900.0]], dtype=torch.float64)
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    assert losses.clipped_policy_loss(zero, far, -one, 0.2).item() == math.exp(20)
-    assert losses.kl_k3(far, zero).item() == 10.0
-    assert losses.kl_k3(zero, far).item() == 10.0
+    assert clipped(zero, far, -one).loss.item() == math.exp(20)
+    assert k3(far, zero).item() == 10.0
+    assert k3(zero, far).item() == 10.0
 
 
 def test_masked_sum_ignores_non_finite_padding():

@@ -1,0 +1,188 @@
+"""The trainer without Ray: one rank and an engine that samples from it, all in this process.
+
+    python -m tests.integration.local_trainer MODEL FOLDER OUT.json
+
+For every case of `CASES`: four steps at once, and two steps, a checkpoint, everything anew from it, two more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from keepstep.actor.rank import Rank, RankSpec
+from keepstep.checkpoint import layout
+from keepstep.checkpoint.writer import SaveRequest, assemble, save
+from keepstep.config.load import load
+from keepstep.config.schema import RunConfig
+from keepstep.controller.leaving import Leaving
+from keepstep.controller.state import TrainState
+from keepstep.controller.trainer import Trainer
+from keepstep.data.loader import Dataset, Row
+from keepstep.rollout.types import Request, Response
+from keepstep.run import read_json
+
+NUM_ROWS, NUM_STEPS, SAVED_AT = 24, 4, 2
+BASE = [
+    "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=6", "trainer.n_gpus_per_node=1",
+    "trainer.total_training_steps=4", "trainer.test_freq=-1", "actor_rollout_ref.actor.kl_loss_coef=0.05",
+]  # fmt: skip
+A, ACTOR = "algorithm", "actor_rollout_ref.actor"
+CASES: dict[str, list[str]] = {
+    "grpo": [],
+    "without std": [f"{A}.norm_adv_by_std_in_grpo=false"],
+    "dr_grpo": [f"{A}.adv_estimator=dr_grpo", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"],
+    "rloo": [f"{A}.adv_estimator=rloo"],
+    "grpo_passk": [f"{A}.adv_estimator=grpo_passk"],
+    "no reference": [f"{ACTOR}.use_kl_loss=false"],
+    "kl in reward": [f"{ACTOR}.use_kl_loss=false", f"{A}.use_kl_in_reward=true", f"{A}.kl_ctrl.kl_coef=0.1"],
+    "k1 with the gradient of k2": [f"{ACTOR}.kl_loss_type=k1+"],
+    "mse": [f"{ACTOR}.kl_loss_type=mse"],
+    "seq-mean-token-sum": [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"],
+    "seq-mean-token-mean": [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+    "clip apart": [f"{ACTOR}.clip_ratio_low=5e-4", f"{ACTOR}.clip_ratio_high=1e-3", f"{ACTOR}.clip_ratio_c=1.1"],
+    "gspo": [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio=0.01"],
+    "entropy": [f"{ACTOR}.entropy_coeff=0.01"],
+    "token weights": [f"{A}.rollout_correction.rollout_is=token"],
+    "sequence weights": [f"{A}.rollout_correction.rollout_is=sequence"],
+    "several updates": [f"{ACTOR}.ppo_epochs=3"],
+    "dynamic sampling": [f"{A}.filter_groups.enable=true"],
+    "overlong": ["reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=2",
+                 f"{A}.mask_truncated=true"],
+}  # fmt: skip
+
+
+def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    """Some groups agree, so that dynamic sampling has something to drop."""
+    return float(int(solution_str.split()[0]) % 3 == 0)
+
+
+@dataclass
+class LocalRanks:
+    """A `RankGroup` of one rank in this process."""
+
+    rank: Rank
+
+    def log_probs(self, shards: Sequence[Any]) -> list[Any]:
+        return [self.rank.log_probs(shards[0])]
+
+    def update(self, shards: Sequence[Any], log_probs: Sequence[Any], mini_batches: Sequence[Any]) -> dict[str, float]:
+        return self.rank.update(shards[0], log_probs[0], mini_batches[0])
+
+    def full_weights(self) -> Any:
+        return self.rank.full_weights()
+
+
+@dataclass
+class LocalEngines:
+    """Samples from the rank's own policy; each response from its own seed."""
+
+    rank: Rank
+    eos_id: int
+    seeds: list[int] = field(default_factory=list)
+
+    def update_weights(self, _weights: Any, _version: int) -> None: ...
+
+    @torch.no_grad()
+    def generate(self, requests: list[Request], *, version: int, max_tokens: int, temperature: float) -> list[Response]:
+        self.seeds += [request.seed for request in requests]
+        self.rank.model.eval()
+        found = [self._sample(request, max_tokens) for request in requests]
+        self.rank.model.reshard()  # type: ignore[operator]
+        self.rank.model.train()
+        return found
+
+    def _sample(self, request: Request, max_tokens: int) -> Response:
+        generator = torch.Generator().manual_seed(request.seed % 2**63)
+        ids, log_probs = list(request.prompt_ids), []
+        for _ in range(max_tokens):
+            row = self.rank.model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            token = int(torch.multinomial(row.exp(), 1, generator=generator))
+            ids.append(token)
+            log_probs.append(float(row[token]))
+            if token == self.eos_id:
+                break
+        sampled = ids[len(request.prompt_ids) :]
+        return Response(sampled, log_probs, sampled[-1] == self.eos_id)
+
+
+def build(config: RunConfig, model: str) -> Rank:
+    """A rank of one, without weights."""
+    rank = Rank(
+        RankSpec(
+            0, 1, "cpu", model, config.actor_rollout_ref.actor, 1.0, 64, NUM_STEPS, config.trainer.seed, 60.0,
+            config.algorithm.rollout_correction, config.data.max_response_length, config.has_reference,
+        )
+    )  # fmt: skip
+    rank.connect("127.0.0.1", rank.listen("127.0.0.1"))
+    return rank
+
+
+def trainer_of(config: RunConfig, rank: Rank, state: TrainState) -> Trainer:
+    rows = [Row(i, [3 + i % 10, 3 + i // 10, 4, 5], "", "numbers", "", {}) for i in range(NUM_ROWS)]
+    parts = SimpleNamespace(
+        ranks=LocalRanks(rank), engines=LocalEngines(rank, eos_id=1), saver=None, val_set=None, reward=reward, pad_id=0,
+        train_set=Dataset(rows, NUM_ROWS, ""), decode=lambda ids: " ".join(map(str, ids)), probe_prompts=[],
+        report=lambda step, metrics: None, leaving=Leaving(3600.0, lambda failure: None),
+    )  # fmt: skip
+    return Trainer(config, parts, state, NUM_STEPS)  # type: ignore[arg-type]
+
+
+def digest(rank: Rank) -> str:
+    """Of all tensors that make up the training state."""
+    snapshot = rank.snapshot(False)
+    values = assemble([snapshot.params])
+    found = hashlib.sha256(json.dumps(snapshot.rng, sort_keys=True, default=str).encode())
+    for name in sorted(values):
+        found.update(values[name].contiguous().view(torch.uint8).numpy().tobytes())
+    for _, parameter in rank.model.named_parameters():
+        for moment in (rank.optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")):
+            found.update(moment.to_local().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def both_ways(name: str, model: str, folder: Path) -> dict[str, Any]:
+    """What a whole run and an interrupted one come to."""
+    config = load("quickstart", [*BASE, f"trainer.output_dir={folder}", *CASES[name]])
+    rank = build(config, model)
+    rank.load_initial(model)
+    whole = trainer_of(config, rank, TrainState())
+    for _ in range(SAVED_AT):
+        whole.step()
+    request = SaveRequest(
+        str(folder), "run-a", 1, SAVED_AT, 1, config.has_reference, None, whole.state.to_record(NUM_ROWS), "a: 1",
+        model, {}, layout.FULL,
+    )  # fmt: skip
+    save(request, [rank.snapshot(False)], [rank.snapshot_reference()] if config.has_reference else None)
+    while whole.state.global_step < NUM_STEPS:
+        whole.step()
+    found = {"whole": digest(rank), "whole_state": whole.state.to_record(NUM_ROWS), "metrics": whole.state.metrics}
+    found["seeds"] = whole.parts.engines.seeds
+    dist.destroy_process_group()
+
+    rank = build(config, model)
+    step = folder / "checkpoints" / f"step_{SAVED_AT}"
+    rank.load_checkpoint(str(step))
+    resumed = trainer_of(config, rank, TrainState.from_record(read_json(step / layout.TRAINER_STATE)))
+    while resumed.state.global_step < NUM_STEPS:
+        resumed.step()
+    found |= {"resumed": digest(rank), "resumed_state": resumed.state.to_record(NUM_ROWS)}
+    dist.destroy_process_group()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    model, folder, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    results = {name: both_ways(name, model, folder / name.replace(" ", "_")) for name in CASES}
+    out.write_text(json.dumps(results))

@@ -1,0 +1,74 @@
+"""Every option of the algorithm, by the trainer without Ray: it does something, and a resume is exact with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keepstep.checkpoint.verify import verify
+from tests.integration.driver import REPOSITORY
+from tests.integration.local_trainer import CASES, SAVED_AT
+
+pytestmark = pytest.mark.integration
+NUM_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("options")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    from keepstep.quickstart.char_qwen3 import build_model, build_tokenizer
+
+    model = folder / "model"
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    build_model(tokenizer).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    out = folder / "out.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.local_trainer", str(model), str(folder), str(out)],
+        cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resume_is_exact(results: dict[str, Any], folder: Path, name: str):
+    """C122: weights, moments, streams and every counter, with each option."""
+    found = results[name]
+    assert found["whole"] == found["resumed"]
+    assert found["whole_state"] == found["resumed_state"]
+    verdict = verify(folder / name.replace(" ", "_") / "checkpoints" / f"step_{SAVED_AT}", expected_run_id="run-a")
+    assert verdict.resumable, verdict.reasons
+
+
+def test_every_option_trains_another_policy(results: dict[str, Any]):
+    """But for k1 with the gradient of k2, which is that of `mse` by its name."""
+    digests = {name: found["whole"] for name, found in results.items()}
+    assert digests.pop("k1 with the gradient of k2") == digests["mse"]
+    assert len(set(digests.values())) == len(digests)
+
+
+def test_dynamic_sampling_counts_what_it_rolled_out(results: dict[str, Any]):
+    """Groups that agree are replaced by those of the next prompts; each response has a seed of its own."""
+    plain, sampled = results["grpo"]["whole_state"], results["dynamic sampling"]["whole_state"]
+    assert plain["num_gen_batches"] == NUM_STEPS < sampled["num_gen_batches"]
+    for state in (plain, sampled):
+        assert state["dataloader_state"]["train_dataset_offset"] == 8 * state["num_gen_batches"]
+    assert sampled["num_updates"] == plain["num_updates"]
+    assert results["dynamic sampling"]["metrics"]["critic/rewards/zero_std_groups"] == 0
+    assert results["grpo"]["metrics"]["critic/rewards/zero_std_groups"] > 0
+    seeds = results["dynamic sampling"]["seeds"]
+    assert len(seeds) == len(set(seeds)) == 32 * sampled["num_gen_batches"]
