@@ -187,9 +187,12 @@ def test_an_exhausted_set_begins_again_whole() -> None:
 
 
 def test_what_a_run_records_agrees_with_itself() -> None:
-    """The trainer's own record passes the check at, before and after an epoch's end."""
+    """The trainer's own record passes the check at, before and after an epoch's end, also with dynamic sampling."""
     from keepstep.checkpoint.trainer_state import counter_problems
 
     for step in range(1, 12):
-        state = TrainState(global_step=step, train_dataset_offset=step * 8)
-        assert counter_problems(state.to_record(num_rows=24)) == []
+        for num_batches in (step, 2 * step + 1):
+            state = TrainState(step, num_batches * 8, num_gen_batches=num_batches)
+            assert counter_problems(state.to_record(num_rows=24)) == []
+        state = TrainState(step, step * 8, num_gen_batches=step - 1)
+        assert counter_problems(state.to_record(num_rows=24)) != [], "every step takes a batch"
