@@ -22,7 +22,7 @@ OVERRIDES = [
     "trainer.save_freq=10", "trainer.test_freq=-1", "checkpoint.keep_last=3", "checkpoint.keep_every=1000",
     "s3.upload_interval=10",
 ]  # fmt: skip
-FASTEST_STEP_S = 0.25
+FASTEST_STEP_S = 0.3
 
 
 def server(driver: Driver, role: str) -> tuple[ProcessRef, str]:
@@ -41,7 +41,7 @@ def flow_states(url: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "outage_s",
-    [20, pytest.param(90, marks=pytest.mark.long), pytest.param(300, marks=pytest.mark.long),
+    [15, pytest.param(90, marks=pytest.mark.long), pytest.param(300, marks=pytest.mark.long),
      pytest.param(3600, marks=pytest.mark.long)],
 )  # fmt: skip
 def test_servers_that_do_not_answer_hold_nothing_up(workspace: Path, outage_s: int):
