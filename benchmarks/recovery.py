@@ -37,7 +37,7 @@ from keepstep.run import PLATFORM_DIR
 from tests.integration.driver import Driver, wait_until_gone
 
 RESULTS = Path(__file__).parent / "results" / "recovery.json"
-NUM_KILLS = 3
+NUM_COLD_STARTS = 3
 SETTINGS = ["trainer.save_freq=5", "trainer.test_freq=-1", "s3.upload_interval=1000", "retry.delays_s=[0]"]
 IN_PLACE, ATTEMPT, SPARE = "in place", "new attempt", "in place, warm spare"
 MODES = {
@@ -90,15 +90,15 @@ def cold_start(folder: Path, index: int) -> float:
     return moment - begin
 
 
-def measure(folder: Path, mode: str, victim: str) -> dict[str, Any]:
+def measure(folder: Path, mode: str, victim: str, num_kills: int) -> dict[str, Any]:
     """Kills of one kind, one after the other, each after a new verified step."""
-    total = 10 * (NUM_KILLS + 1)
+    total = 10 * (num_kills + 1)
     name = f"{victim}-{list(MODES).index(mode)}"
     driver = Driver(folder / name, [*SETTINGS, *MODES[mode], f"trainer.total_training_steps={total}"])
     driver.start()
     detected, recovered = [], []
     begin = 0.0
-    for number in range(1, NUM_KILLS + 1):
+    for number in range(1, num_kills + 1):
         driver.wait_for_verified(10 * number - 5, timeout_s=300)
         driver.wait_for_step(10 * number - 3, timeout_s=300)
         if mode == SPARE:
@@ -134,6 +134,7 @@ def wait_for_spares(driver: Driver) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", type=int, default=range(len(CASES)), help="indices of the cases to run")
+    parser.add_argument("--kills", type=int, default=3, help="kills of each kind")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="ks-recovery-", dir="/tmp"))
     holder = ProcessRef.current("flow")
@@ -141,11 +142,11 @@ def main() -> int:
     for start in starts:
         start(folder / PLATFORM_DIR, holder)
     try:
-        cold = [cold_start(folder, index) for index in range(NUM_KILLS)]
+        cold = [cold_start(folder, index) for index in range(NUM_COLD_STARTS)]
         cold_s = statistics.median(cold)
         results: dict[str, Any] = {"cold_start_s": [round(value, 2) for value in cold]}
         for mode, victim in (CASES[index] for index in args.cases):
-            found = measure(folder, mode, victim)
+            found = measure(folder, mode, victim, args.kills)
             found["of_cold_start"] = round(statistics.median(found["next_step_s"]) / cold_s, 3)
             results.setdefault(victim, {})[mode] = found
             print(victim, mode, json.dumps(found), flush=True)
