@@ -37,7 +37,7 @@ from keepstep.run import PLATFORM_DIR
 from tests.integration.driver import Driver, wait_until_gone
 
 RESULTS = Path(__file__).parent / "results" / "recovery.json"
-NUM_COLD_STARTS = 3
+NUM_COLD_STARTS = 2
 SETTINGS = ["trainer.save_freq=5", "trainer.test_freq=-1", "s3.upload_interval=1000", "retry.delays_s=[0]"]
 IN_PLACE, ATTEMPT, SPARE = "in place", "new attempt", "in place, warm spare"
 MODES = {
@@ -109,7 +109,7 @@ def measure(folder: Path, mode: str, victim: str, num_kills: int) -> dict[str, A
         detected.append(first_after(driver, kinds, moment) - moment)
         recovered.append(first_after(driver, ("step",), moment) - moment)
     assert driver.wait(300) == 0, driver.tail()
-    assert wait_until_gone(driver.all_processes()) == []
+    assert wait_until_gone([ref for ref in driver.all_processes() if ref.role not in servers.ROLES]) == []
     rows = last_step_rows(driver.run.events)
     counted = [row["seconds"] for row in rows.values() if seconds(row) > begin]
     wall_s = max(seconds(row) for row in rows.values()) - begin
@@ -131,6 +131,19 @@ def wait_for_spares(driver: Driver) -> None:
     driver.wait_for("all spares", standing_by)
 
 
+def write(results: dict[str, Any]) -> None:
+    """What has been measured so far, as the newest result."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    record = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit.stdout.strip(),
+        "engine": engine_digest(),
+        "machine": {"cores": os.cpu_count(), "load_at_end": os.getloadavg()[0]},
+        "results": results,
+    }
+    RESULTS.write_text(json.dumps(record, indent=2) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", type=int, default=range(len(CASES)), help="indices of the cases to run")
@@ -150,17 +163,9 @@ def main() -> int:
             found["of_cold_start"] = round(statistics.median(found["next_step_s"]) / cold_s, 3)
             results.setdefault(victim, {})[mode] = found
             print(victim, mode, json.dumps(found), flush=True)
+            write(results)
     finally:
         servers.release(folder / PLATFORM_DIR, holder)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    record = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
-        "engine": engine_digest(),
-        "machine": {"cores": os.cpu_count(), "load_at_end": os.getloadavg()[0]},
-        "results": results,
-    }
-    RESULTS.write_text(json.dumps(record, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     return 0
 
