@@ -122,7 +122,6 @@ class Torment:
         self.hits: list[str] = []
         self._deadline = time.monotonic() + TIME_LIMIT_S
         self._stopped: list[ProcessRef] = []
-        self._lost_folders = 0
 
     def to_the_end(self, faults: list[Fault]) -> None:
         """Strike all faults, then let the run end; raises AssertionError when it does not end well in time."""
@@ -223,7 +222,6 @@ class Torment:
         assert wait_until_gone([ref for ref in everything if ref.role not in servers.ROLES]) == []
         driver.history += driver.events()
         shutil.rmtree(driver.run.root)
-        self._lost_folders += 1
         driver.start()
         return "disk"
 

@@ -34,9 +34,8 @@ class Batch:
     def with_advantages(self, advantages: np.ndarray) -> Batch:
         return replace(self, advantages=advantages.astype(np.float32))
 
-    def without_loss(self, rows: np.ndarray) -> Batch:
-        """The batch with these rows, [B] bool, masked out of every sum."""
-        return replace(self, mask=np.where(rows[:, None], np.float32(0.0), self.mask))
+    def with_mask(self, mask: np.ndarray) -> Batch:
+        return replace(self, mask=mask)
 
 
 def pack(

@@ -21,7 +21,7 @@ from keepstep.actor.batch import Batch, deal, pack
 from keepstep.algorithm.advantages import estimate_advantages
 from keepstep.algorithm.losses import kl_penalty
 from keepstep.algorithm.mismatch import mismatch_metrics
-from keepstep.algorithm.shaping import kl_in_reward, overlong_penalty
+from keepstep.algorithm.shaping import kl_in_reward, mask_truncated, overlong_penalty
 from keepstep.checkpoint.cadence import due
 from keepstep.config.schema import RunConfig
 from keepstep.controller import resume_probe
@@ -180,7 +180,8 @@ class Trainer:
         responses = rollouts.responses
         batch = pack(prompts, [r.token_ids for r in responses], [r.log_probs for r in responses], self.parts.pad_id)
         if self.config.algorithm.mask_truncated:
-            batch = batch.without_loss(np.array([not response.finished for response in responses]))
+            truncated = torch.tensor([not response.finished for response in responses])
+            batch = batch.with_mask(mask_truncated(torch.from_numpy(batch.mask), truncated).numpy())
         return batch
 
     def log_probs(self, batch: Batch) -> LogProbs:
