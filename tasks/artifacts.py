@@ -6,12 +6,13 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable
+from uuid import UUID
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
+from prefect.context import TaskRunContext
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.logging import get_run_logger
-from prefect.runtime import task_run
 
 PATIENCE_S = 10.0
 NOT_FOUND = 404
@@ -24,11 +25,20 @@ def publish(markdown: str, *, key: str, description: str) -> None:
 
 def rename_task_run(name: str) -> None:
     """Give the running task's run a name that says where it is."""
+    context = TaskRunContext.get()
+    if context is None:
+        return
+    # Every later state travels with the name its process knows, and would write the old one over the new.
+    context.task_run.name = name
+    in_background(lambda: _rename_on_server(context.task_run.id, name))
+
+
+def _rename_on_server(task_run_id: UUID, name: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     with get_client(sync_client=True) as client:
         while True:
             try:
-                client.set_task_run_name(task_run.id, name)
+                client.set_task_run_name(task_run_id, name)
                 return
             except PrefectHTTPStatusError as error:
                 # A task run travels to the server as an event and is not there at once.

@@ -100,7 +100,7 @@ class Attempts:
         name = f"train_grpo attempt {attempt} from step {resumed}, after {after}, {lost} steps lost"
         rows = [f"| {' | '.join(row)} |" for row in self._rows]
         head = ["| attempt | after | from step | steps lost |", "|---|---|---|---|"]
-        in_background(lambda: rename_task_run(name))
+        rename_task_run(name)
         in_background(
             lambda: publish("\n".join(head + rows), key="attempts", description="Each attempt and what it cost")
         )

@@ -54,6 +54,7 @@ class Cluster:
         self._local = config.ray.address is None
         self._temp_dir = temp_dir(run, attempt.number)
         self._node_of: dict[str, str] = {}
+        self._environment: dict[str, str] = {}
 
     def start(self) -> None:
         """Connect to Ray, starting a local one unless a cluster is given."""
@@ -64,6 +65,9 @@ class Cluster:
             ray.init(address="auto", log_to_driver=True, namespace=f"keepstep-{self._run.default_s3_prefix}")
             return
         os.environ.update(LOCAL_ENVIRONMENT)
+        # What a killed worker leaves in the folder for temporary files goes with the attempt's own.
+        self._environment = {"TMPDIR": str(self._temp_dir / "tmp")}
+        (self._temp_dir / "tmp").mkdir(parents=True, exist_ok=True)
         try:
             self._start_local()
         except Exception as error:
@@ -138,5 +142,6 @@ class Cluster:
 
     def _actor(self, worker: type[Worker], environment: dict[str, str], gpus: float, **options: Any) -> Any:
         num_gpus = gpus if self._device == "cuda" else 0
-        settings = {"num_cpus": 1, "num_gpus": num_gpus, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
+        variables = self._environment | environment
+        settings = {"num_cpus": 1, "num_gpus": num_gpus, "max_restarts": 0, "runtime_env": {"env_vars": variables}}
         return ray.remote(worker).options(**(settings | options))
