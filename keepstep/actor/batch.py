@@ -24,12 +24,25 @@ class Batch:
     """[B, L-1] float32: the engine's log-prob of each sampled token, 0 elsewhere."""
     advantages: np.ndarray
     """[B] float32."""
+    lengths: np.ndarray
+    """[B] int64: tokens of each sequence without its padding."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def rows(self, index: slice | Sequence[int]) -> Batch:
-        return Batch(self.tokens[index], self.mask[index], self.engine_log_probs[index], self.advantages[index])
+        parts = (self.tokens, self.mask, self.engine_log_probs, self.advantages, self.lengths)
+        return Batch(*(part[index] for part in parts))
+
+    def trimmed(self) -> Batch:
+        """Padded no further than to the longest sequence."""
+        longest = int(self.lengths.max())
+        return replace(
+            self,
+            tokens=self.tokens[:, :longest],
+            mask=self.mask[:, : longest - 1],
+            engine_log_probs=self.engine_log_probs[:, : longest - 1],
+        )
 
     def with_advantages(self, advantages: np.ndarray) -> Batch:
         return replace(self, advantages=advantages.astype(np.float32))
@@ -45,7 +58,8 @@ def pack(
     pad_id: int,
 ) -> Batch:
     """Arrays of prompts with their responses, in order."""
-    longest = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True))
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    longest = max(lengths)
     shape = (len(prompts), longest - 1)
     tokens = np.full((len(prompts), longest), pad_id, dtype=np.int64)
     mask, engine = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
@@ -54,7 +68,7 @@ def pack(
         tokens[row, :begin], tokens[row, begin:end] = prompt, response
         mask[row, begin - 1 : end - 1] = 1.0
         engine[row, begin - 1 : end - 1] = scores
-    return Batch(tokens, mask, engine, np.zeros(len(prompts), dtype=np.float32))
+    return Batch(tokens, mask, engine, np.zeros(len(prompts), dtype=np.float32), np.array(lengths, dtype=np.int64))
 
 
 def deal(num_prompts: int, group_size: int, mini_batch_size: int, world_size: int) -> list[list[list[int]]]:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from keepstep.algorithm import losses
-from keepstep.algorithm.logits import entropy as token_entropy
-from keepstep.algorithm.logits import token_log_probs, token_log_probs_and_entropy
 from keepstep.algorithm.mismatch import truncated_weights
 from keepstep.config.schema import ActorConfig, RolloutCorrectionConfig
 
@@ -22,8 +20,6 @@ from keepstep.config.schema import ActorConfig, RolloutCorrectionConfig
 class Tokens:
     """B responses of a micro-batch, T positions each; [B, T] but for `advantages`, [B, 1]."""
 
-    ids: torch.Tensor
-    """The token that each position predicts."""
     mask: torch.Tensor
     old: torch.Tensor
     """Log-probs under the policy before the step's updates."""
@@ -40,21 +36,23 @@ class Objective:
 
     actor: ActorConfig
     correction: RolloutCorrectionConfig
-    temperature: float
     max_response_length: int
 
     def denominator(self, mask: torch.Tensor) -> float:
         """What these rows add to D, [B, T] -> number."""
         return losses.loss_denominator(mask, self.actor.loss_agg_mode, max_response_length=self.max_response_length)
 
-    def __call__(self, logits: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(
+        self, new: torch.Tensor, entropy: torch.Tensor, tokens: Tokens
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(sum of weighted token losses, not yet divided; terms by metric name, [B, T] each, without a gradient).
 
         Args:
-            logits: [B, T, V].
+            new: log-probs under the policy, [B, T].
+            entropy: of its distributions, [B, T].
         """
         actor, mask = self.actor, tokens.mask
-        new, entropy = self._statistics(logits, tokens.ids)
+        entropy = entropy if actor.entropy_coeff else entropy.detach()
         policy = self._policy_loss(new, tokens)
         loss = policy.loss
         terms = {
@@ -71,14 +69,6 @@ class Objective:
             loss = loss - actor.entropy_coeff * entropy
         total = losses.masked_sum(loss, losses.token_weights(mask, actor.loss_agg_mode))
         return total, {name: values.detach() for name, values in terms.items()}
-
-    def _statistics(self, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the tokens, and entropies, which bear a gradient only where they are part of the loss."""
-        if self.actor.entropy_coeff:
-            return token_log_probs_and_entropy(logits, ids, self.temperature)
-        with torch.no_grad():
-            entropy = token_entropy(logits, self.temperature)
-        return token_log_probs(logits, ids, self.temperature), entropy
 
     def _policy_loss(self, new: torch.Tensor, tokens: Tokens) -> losses.PolicyLoss:
         actor = self.actor

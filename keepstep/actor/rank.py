@@ -9,24 +9,24 @@ from __future__ import annotations
 import datetime
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from keepstep.actor import shards
+from keepstep.actor.base_weights import BaseWeights
 from keepstep.actor.batch import Batch, pack
+from keepstep.actor.build import build_model
+from keepstep.actor.forward import token_statistics
 from keepstep.actor.host_buffer import HostBuffer
+from keepstep.actor.micro_batches import by_count, by_tokens, split_to
 from keepstep.actor.objective import Objective, Tokens
 from keepstep.actor.rng import restore_rng_states, rng_states, seed_everything
 from keepstep.algorithm import losses
-from keepstep.algorithm.logits import token_log_probs
 from keepstep.algorithm.schedules import lr_factor
 from keepstep.checkpoint import layout, reader
-from keepstep.config.schema import ActorConfig, RolloutCorrectionConfig
+from keepstep.config.schema import ActorConfig, ModelConfig, RefConfig, RolloutCorrectionConfig
 from keepstep.errors import CheckpointError, NonFiniteError
 from keepstep.run import read_json
 
@@ -39,9 +39,10 @@ class RankSpec:
     world_size: int
     device: str
     model_dir: str
+    model: ModelConfig
     actor: ActorConfig
+    ref: RefConfig
     temperature: float
-    log_prob_micro_batch_size: int
     total_steps: int
     seed: int
     collective_timeout_s: float
@@ -51,7 +52,7 @@ class RankSpec:
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.actor, self.correction, self.temperature, self.max_response_length)
+        return Objective(self.actor, self.correction, self.max_response_length)
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,9 @@ class Rank:
 
     def load_initial(self, model_dir: str) -> None:
         """Policy and reference from the same base weights (safetensors of a Hugging Face folder)."""
-        state = read_base_weights(Path(model_dir), dict(self.model.named_parameters()).keys())
+        weights = BaseWeights(Path(model_dir))
         for model in filter(None, (self.model, self.reference)):
-            shards.check_names(model, set(state))
-            shards.copy_chunks(dict(model.named_parameters()), state, self.spec.rank, self.spec.world_size)
+            weights.fill(dict(model.named_parameters()), self.spec.rank, self.spec.world_size)
 
     def load_checkpoint(
         self, folder: str, staged: str | None = None, rebuild_scheduler_at: int | None = None
@@ -179,7 +179,8 @@ class Rank:
     def probe(self, prompts: list[list[int]]) -> list[list[float]]:
         """Log-probs of each prompt's own tokens but the first under the policy; all ranks compute the same."""
         batch = pack(prompts, [[] for _ in prompts], [[] for _ in prompts], pad_id=0)
-        found = self._log_probs(self.model, batch)
+        own = np.arange(1, batch.tokens.shape[1]) < batch.lengths[:, None]
+        found = self._log_probs(self.model, batch.with_mask(own.astype(np.float32)))
         return [[float(value) for value in row[: len(ids) - 1]] for ids, row in zip(prompts, found, strict=True)]
 
     def log_probs(self, batch: Batch) -> dict[str, np.ndarray]:
@@ -252,22 +253,8 @@ class Rank:
         source.fill(dict(model.named_parameters()), self.spec.rank, self.spec.world_size)
 
     def _build(self) -> torch.nn.Module:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        config = AutoConfig.from_pretrained(self.spec.model_dir)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        model.config.use_cache = False
-        model.to(self.spec.device).train()
-        precision = self.spec.actor.fsdp_config.model_dtype
-        policy = (
-            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            if precision == "bf16"
-            else MixedPrecisionPolicy()
-        )
-        mesh = init_device_mesh(self.spec.device, (self.spec.world_size,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
+        spec = self.spec
+        return build_model(spec.model_dir, spec.model, spec.actor.fsdp_config, spec.device, spec.world_size)
 
     def _lr_factor(self, update: int) -> float:
         optim = self.spec.actor.optim
@@ -279,32 +266,51 @@ class Rank:
             min_ratio=optim.min_lr_ratio,
         )
 
-    def _logits(self, model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=tokens).logits[:, :-1]
+    def _statistics(self, model: torch.nn.Module, part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of a trimmed micro-batch, [B, L-1] each."""
+        return token_statistics(
+            model,
+            self._tensor(part.tokens),
+            self._tensor(part.lengths),
+            self._tensor(part.mask),
+            temperature=self.spec.temperature,
+            packed=self.spec.model.use_remove_padding,
+        )
 
     @torch.no_grad()
     def _log_probs(self, model: torch.nn.Module, batch: Batch) -> np.ndarray:
         training = model.training
         # Dropout would make the ratio of the first update something other than 1.
         model.eval()
-        parts = []
-        for first in range(0, len(batch), self.spec.log_prob_micro_batch_size):
-            tokens = self._tensor(batch.tokens[first : first + self.spec.log_prob_micro_batch_size])
-            logits = self._logits(model, tokens)
-            parts.append(token_log_probs(logits, tokens[:, 1:], self.spec.temperature).cpu().numpy())
+        found = np.zeros(batch.mask.shape, dtype=np.float32)
+        ref, actor = self.spec.ref, self.spec.actor
+        budget = ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        for rows in self._cut(batch, list(range(len(batch))), ref.log_prob_micro_batch_size_per_gpu, budget):
+            part = batch.rows(rows).trimmed()
+            found[rows, : part.mask.shape[1]] = self._statistics(model, part)[0].cpu().numpy()
         # FSDP2 leaves the root's parameters gathered after a forward without backward: no longer shards to copy.
         model.reshard()  # type: ignore[operator]
         model.train(training)
-        return np.concatenate(parts)
+        return found
+
+    def _cut(self, batch: Batch, rows: list[int], size: int, budget: int) -> list[list[int]]:
+        """Micro-batches of these rows, as many on every rank."""
+        if not self.spec.actor.use_dynamic_bsz:
+            return by_count(rows, size)
+        lengths = batch.lengths.tolist()
+        parts = by_tokens(rows, lengths, budget, packed=self.spec.model.use_remove_padding)
+        most = torch.tensor(len(parts), device=self.spec.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return split_to(parts, lengths, int(most))
 
     def _update_mini_batch(
         self, batch: Batch, log_probs: dict[str, np.ndarray], rows: list[int], sums: dict[str, float]
     ) -> float:
         """One optimizer update; adds this rank's metric sums to `sums`, returns the gradient norm before clipping."""
         denominator = self._all_reduce([self.spec.objective.denominator(torch.from_numpy(batch.mask[rows]))])[0]
-        micro = self.spec.actor.ppo_micro_batch_size_per_gpu
-        for first in range(0, len(rows), micro):
-            self._backward(batch, log_probs, rows[first : first + micro], denominator, sums)
+        actor = self.spec.actor
+        for part in self._cut(batch, rows, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu):
+            self._backward(batch, log_probs, part, denominator, sums)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.actor.grad_clip)
         norm_value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not np.isfinite(norm_value):
@@ -324,16 +330,16 @@ class Rank:
         denominator: float,
         sums: dict[str, float],
     ) -> None:
-        ids, mask = self._tensor(batch.tokens[rows]), self._tensor(batch.mask[rows])
+        part = batch.rows(rows).trimmed()
+        mask, width = self._tensor(part.mask), part.mask.shape[1]
         tokens = Tokens(
-            ids=ids[:, 1:],
             mask=mask,
-            old=self._tensor(log_probs["old"][rows]),
-            engine=self._tensor(batch.engine_log_probs[rows]),
-            ref=self._tensor(log_probs["ref"][rows]) if "ref" in log_probs else None,
-            advantages=self._tensor(batch.advantages[rows]).unsqueeze(1),
+            old=self._tensor(log_probs["old"][rows, :width]),
+            engine=self._tensor(part.engine_log_probs),
+            ref=self._tensor(log_probs["ref"][rows, :width]) if "ref" in log_probs else None,
+            advantages=self._tensor(part.advantages).unsqueeze(1),
         )
-        loss, terms = self.spec.objective(self._logits(self.model, ids), tokens)
+        loss, terms = self.spec.objective(*self._statistics(self.model, part), tokens)
         # FSDP averages gradients over the ranks; the mean is over the whole mini-batch.
         (loss * (self.spec.world_size / max(denominator, 1.0))).backward()
         for name, values in terms.items():
@@ -347,14 +353,3 @@ class Rank:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array, device=self.spec.device)
-
-
-def read_base_weights(folder: Path, names: Any) -> dict[str, torch.Tensor]:
-    """Float32 tensors of a Hugging Face folder's safetensors, restricted to `names` (tied copies fall away)."""
-    from safetensors import safe_open
-
-    state: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            state |= {name: file.get_tensor(name).float() for name in file.keys() if name in names}  # noqa: SIM118
-    return state

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.digest import FileDigest, digest_file
@@ -68,13 +67,13 @@ def from_model(model_dir: Path, manifest: Manifest) -> Fetch:
             return False
         import torch
 
-        from keepstep.actor.rank import read_base_weights
+        from keepstep.actor.base_weights import BaseWeights
 
         names = [info[0] for info in manifest.tensors.get(name, [])]
-        found: dict[str, Any] = read_base_weights(model_dir, names)
+        found = BaseWeights(model_dir).tensors(names)
         # By a stream, as the writer does: by path, the archive would bear the file's name inside.
         with target.open("xb") as file:
-            torch.save({key: found[key].clone() for key in names if key in found}, file)
+            torch.save(found, file)
         return True
 
     return fetch

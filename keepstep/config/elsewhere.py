@@ -14,10 +14,9 @@ _SETTINGS: tuple[tuple[str, str], ...] = (
     (r".*\bsglang(\..*)?", "SGLang is not used here: the engine is vLLM (actor_rollout_ref.rollout.name=vllm)"),
     (r"actor_rollout_ref\.(actor|ref)\.strategy", "the strategy is always fsdp2; leave it out"),
     (
-        r"actor_rollout_ref\.model\.(use_remove_padding|use_fused_kernels|use_liger|enable_activation_offload)",
+        r"actor_rollout_ref\.model\.(use_fused_kernels|use_liger|enable_activation_offload)",
         _STATE_DICT,
     ),
-    (r"actor_rollout_ref\.model\.enable_gradient_checkpointing", _STATE_DICT),
     (r"actor_rollout_ref\.model\.lora_.*", "LoRA is not implemented; a full model is trained"),
     (
         r"actor_rollout_ref\.rollout\.(mode|free_cache_engine|enforce_eager|load_format)",

@@ -148,6 +148,18 @@ def _check_batches(config: RunConfig) -> Iterator[str]:
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} prompts cannot be dealt evenly to {ranks} ranks "
             f"(trainer.nnodes * trainer.n_gpus_per_node): make it a multiple of {ranks}"
         )
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    budgets = {
+        "actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
+        "ref.log_prob_max_token_len_per_gpu": ref.log_prob_max_token_len_per_gpu or longest,
+    }
+    for key, budget in budgets.items():
+        if actor.use_dynamic_bsz and budget < longest:
+            yield (
+                f"actor_rollout_ref.{key}={budget} is less than one sequence may take, {longest} tokens "
+                f"(data.max_prompt_length + data.max_response_length): give {longest} at least"
+            )
 
 
 def _check_algorithm(config: RunConfig) -> Iterator[str]:

@@ -116,6 +116,10 @@ class ActorConfig(Section):
     """Prompts per optimizer update (each with all its `rollout.n` responses)."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 64
     """Responses per forward and backward on one rank."""
+    use_dynamic_bsz: bool = False
+    """Cut micro-batches by tokens instead of by responses, in the update and for old and reference log-probs."""
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    """Their tokens, prompts included; at least those of the longest prompt with its response."""
     ppo_epochs: PositiveInt = 1
     """Passes over each rollout batch."""
     clip_ratio: PositiveFloat = 0.2
@@ -148,16 +152,24 @@ class ActorConfig(Section):
 class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: PositiveInt = 256
     """Responses per reference (and old-policy) forward on one rank."""
+    log_prob_max_token_len_per_gpu: PositiveInt | None = None
+    """Tokens of one with `actor.use_dynamic_bsz`; None: as in the update."""
 
 
 class ModelConfig(Section):
     path: str = Field(...)
     """A Hugging Face folder. `made:char-qwen3` is the quickstart's, made on first use."""
+    use_remove_padding: bool = False
+    """Train on sequences that stand behind each other without padding."""
+    enable_gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
 
 
 class ValKwargs(Section):
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature in validation; 0 is greedy."""
+    n: PositiveInt = 1
+    """Responses to each validation prompt; above 1 pass@n is reported as well."""
 
 
 class RolloutConfig(Section):
@@ -168,6 +180,10 @@ class RolloutConfig(Section):
     """Sampling temperature; log-probs and loss use the same."""
     tensor_model_parallel_size: Literal[1] = 1
     """GPUs per engine."""
+    num_engines: PositiveInt = 1
+    """Engines that share each batch; whatever their number, every response has its own seed."""
+    stop: list[str] = []
+    """A response ends after any of these texts as well; they stay part of it."""
     port: int = Field(default=20014, gt=0, lt=65536)
     """First port of the engines' range (on the node of this process); it must be free."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
@@ -193,6 +209,12 @@ class OverlongBufferConfig(Section):
 
 
 class RewardModelConfig(Section):
+    on_error: Literal["stop", "zero"] = "stop"
+    """When the reward function raises or takes too long for a response: stop the run, or score 0 and count it."""
+    timeout_s: PositiveFloat | None = None
+    """Longest time for one response; None: `timeouts.reward_s` for all of them is the only limit."""
+    num_workers: NonNegativeInt = 0
+    """Processes that score; 0: the trainer's own."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
@@ -225,6 +247,8 @@ class TrainerConfig(Section):
     """Steps between validations; -1: never."""
     val_before_train: bool = True
     """Validate before the first step as well (only with `test_freq` > 0)."""
+    log_val_generations: NonNegativeInt = 16
+    """Prompts of a validation that are kept with their responses, in rollouts/step_<step>.parquet."""
     total_epochs: PositiveInt = 1
     """Passes over the data, unless `total_training_steps` says otherwise."""
     total_training_steps: PositiveInt | None = None

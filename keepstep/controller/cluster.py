@@ -33,7 +33,6 @@ LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-NUM_ENGINES = 1
 RANK_GPU_SHARE, ENGINE_GPU_SHARE = 0.6, 0.4
 """Of a GPU, in Ray's books: a rank and an engine share one, two ranks never do."""
 
@@ -77,12 +76,13 @@ class Cluster:
         self.record_services()
 
     def _start_local(self) -> None:
+        rollout = self._config.actor_rollout_ref.rollout
         ray.init(
             address="local",
             include_dashboard=False,
             _temp_dir=str(self._temp_dir),
             # A logical count: each role asks for one, whatever the machine has.
-            num_cpus=(self._config.world_size + NUM_ENGINES) * (2 if self._config.recovery.warm_spare else 1),
+            num_cpus=(self._config.world_size + rollout.num_engines) * (2 if self._config.recovery.warm_spare else 1),
             object_store_memory=self._config.ray.object_store_bytes,
             log_to_driver=False,
             # Every actor needs an environment of its own, so workers started in advance would never be used.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from keepstep.checkpoint import layout
 from keepstep.config.load import to_yaml
 from keepstep.controller import resume_probe
-from keepstep.controller.cluster import NUM_ENGINES, Cluster
+from keepstep.controller.cluster import Cluster
 from keepstep.controller.draining import DrainWatch
 from keepstep.controller.groups import EngineGroup, RankGroup
 from keepstep.controller.leaving import StepDropped
@@ -65,8 +65,9 @@ def train(session: Session, chosen: ResumePlan) -> None:
         Preempted: asked to leave; the finished step is saved and verified.
     """
     device = resolve_device(session.config.trainer.device)
-    for index in range(NUM_ENGINES):
-        check_port(engine_port(session.config.actor_rollout_ref.rollout, index), node.PORT_KEY)
+    rollout = session.config.actor_rollout_ref.rollout
+    for index in range(rollout.num_engines):
+        check_port(engine_port(rollout, index), node.PORT_KEY)
     cluster = Cluster(session.config, session.run, session.attempt, device)
     drains = DrainWatch(cluster, session.leaving, session.events)
     saver: Saver | None = None
@@ -209,9 +210,10 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
             world_size=config.world_size,
             device=device,
             model_dir=model_dir,
+            model=config.actor_rollout_ref.model,
             actor=actor,
+            ref=config.actor_rollout_ref.ref,
             temperature=rollout.temperature,
-            log_prob_micro_batch_size=config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu,
             total_steps=session.start.total_steps,
             seed=config.trainer.seed,
             collective_timeout_s=config.timeouts.collective_s,
@@ -227,15 +229,16 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
         specs=specs,
         model_dir=model_dir,
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        num_engines=rollout.num_engines,
         timeout_s=config.timeouts.start_s,
     )
-    for index in range(NUM_ENGINES):
+    for index in range(rollout.num_engines):
         workforce.start_engine(index)
     workforce.start_ranks()
     ranks = RankGroup(*workforce.ranks(), supervisor, config.timeouts)
     saver = start_saver(session, chosen, cluster, ranks)
     ranks.connect()
-    actors = [workforce.engine(index) for index in range(NUM_ENGINES)]
+    actors = [workforce.engine(index) for index in range(rollout.num_engines)]
     cluster.record_services()
     return Crew(ranks, EngineGroup(actors, supervisor, config.timeouts), saver, workforce)
 

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from keepstep.controller.cluster import NUM_ENGINES, Cluster
+from keepstep.controller.cluster import Cluster
 from keepstep.controller.reporting import logger
 from keepstep.controller.supervision import Supervisor, Watched
 from keepstep.processes import ProcessRef, kill
@@ -35,6 +35,7 @@ class Workforce:
         specs: list[Any],
         model_dir: str,
         max_model_len: int,
+        num_engines: int,
         timeout_s: float,
     ) -> None:
         """
@@ -46,6 +47,7 @@ class Workforce:
         self._cluster, self._supervisor, self._timeout_s = cluster, supervisor, timeout_s
         self._specs = specs
         self._model = (model_dir, max_model_len)
+        self._num_engines = num_engines
         self._starting: dict[str, tuple[Any, Any]] = {}
         """Role to (actor, reference to its identity once it is built)."""
         self._spares: dict[str, Any] = {}
@@ -89,7 +91,7 @@ class Workforce:
     def stand_by(self) -> None:
         """Start the missing spare processes: one for each rank, since all are replaced together, and engine."""
         kinds = {f"rank {spec.rank}": self._cluster.rank for spec in self._specs}
-        kinds |= {f"engine {index}": partial(self._cluster.engine, index) for index in range(NUM_ENGINES)}
+        kinds |= {f"engine {index}": partial(self._cluster.engine, index) for index in range(self._num_engines)}
         missing = {
             role: start() for role, start in kinds.items() if role not in self._spares and role not in self._coming
         }

@@ -18,6 +18,7 @@ class VllmEngine:
     def __init__(self, model_dir: str, config: RolloutConfig, *, max_model_len: int, device: str) -> None:
         weight_transfer.register()
         self._version: int | None = None
+        self._stop = config.stop
         self._llm = LLM(
             model=model_dir,
             load_format="dummy",
@@ -58,7 +59,13 @@ class VllmEngine:
             )
         params = [
             SamplingParams(
-                temperature=temperature, max_tokens=max_tokens, seed=request.seed, logprobs=0, detokenize=False
+                temperature=temperature,
+                max_tokens=max_tokens,
+                seed=request.seed,
+                logprobs=0,
+                stop=self._stop,
+                # Only texts to stop at need the text of what is sampled.
+                detokenize=bool(self._stop),
             )
             for request in requests
         ]

@@ -2,7 +2,7 @@
 
     python -m tests.integration.local_trainer MODEL FOLDER OUT.json
 
-For every case of `CASES`: four steps at once, and two steps, a checkpoint, everything anew from it, two more.
+For every case: four steps at once, and two steps, a checkpoint, everything anew from it, two more.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ NUM_ROWS, NUM_STEPS, SAVED_AT = 24, 4, 2
 BASE = [
     "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=6", "trainer.n_gpus_per_node=1",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=64",
     "trainer.total_training_steps=4", "trainer.test_freq=-1", "actor_rollout_ref.actor.kl_loss_coef=0.05",
 ]  # fmt: skip
 A, ACTOR = "algorithm", "actor_rollout_ref.actor"
@@ -60,6 +61,19 @@ CASES: dict[str, list[str]] = {
     "overlong": ["reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=2",
                  f"{A}.mask_truncated=true"],
 }  # fmt: skip
+MODEL = "actor_rollout_ref.model"
+ENGINEERING: dict[str, list[str]] = {
+    "one by one": [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"],
+    "all at once": [f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"],
+    "token budget": [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=24"],
+    "packed": [f"{MODEL}.use_remove_padding=true"],
+    "packed in a token budget": [
+        f"{MODEL}.use_remove_padding=true", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=24",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=40",
+    ],
+    "activations again": [f"{MODEL}.enable_gradient_checkpointing=true"],
+}  # fmt: skip
+"""How the same thing is worked out."""
 
 
 def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
@@ -120,7 +134,8 @@ def build(config: RunConfig, model: str) -> Rank:
     """A rank of one, without weights."""
     rank = Rank(
         RankSpec(
-            0, 1, "cpu", model, config.actor_rollout_ref.actor, 1.0, 64, NUM_STEPS, config.trainer.seed, 60.0,
+            0, 1, "cpu", model, config.actor_rollout_ref.model, config.actor_rollout_ref.actor,
+            config.actor_rollout_ref.ref, 1.0, NUM_STEPS, config.trainer.seed, 60.0,
             config.algorithm.rollout_correction, config.data.max_response_length, config.has_reference,
         )
     )  # fmt: skip
@@ -153,7 +168,8 @@ def digest(rank: Rank) -> str:
 
 def both_ways(name: str, model: str, folder: Path) -> dict[str, Any]:
     """What a whole run and an interrupted one come to."""
-    config = load("quickstart", [*BASE, f"trainer.output_dir={folder}", *CASES[name]])
+    options = (CASES | ENGINEERING)[name]
+    config = load("quickstart", [*BASE, f"trainer.output_dir={folder}", "data.max_prompt_length=4", *options])
     rank = build(config, model)
     rank.load_initial(model)
     whole = trainer_of(config, rank, TrainState())
@@ -168,6 +184,7 @@ def both_ways(name: str, model: str, folder: Path) -> dict[str, Any]:
         whole.step()
     found = {"whole": digest(rank), "whole_state": whole.state.to_record(NUM_ROWS), "metrics": whole.state.metrics}
     found["seeds"] = whole.parts.engines.seeds
+    torch.save(assemble([rank.snapshot(False).params]), folder / "weights.pt")
     dist.destroy_process_group()
 
     rank = build(config, model)
@@ -184,5 +201,5 @@ def both_ways(name: str, model: str, folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     model, folder, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    results = {name: both_ways(name, model, folder / name.replace(" ", "_")) for name in CASES}
+    results = {name: both_ways(name, model, folder / name.replace(" ", "_")) for name in CASES | ENGINEERING}
     out.write_text(json.dumps(results))

@@ -14,7 +14,7 @@ import torch
 
 from keepstep.checkpoint.verify import verify
 from tests.integration.driver import REPOSITORY
-from tests.integration.local_trainer import CASES, SAVED_AT
+from tests.integration.local_trainer import CASES, ENGINEERING, SAVED_AT
 
 pytestmark = pytest.mark.integration
 NUM_STEPS = 4
@@ -32,8 +32,10 @@ def results(folder: Path) -> dict[str, Any]:
     model = folder / "model"
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
-    build_model(tokenizer).save_pretrained(model)
+    built = build_model(tokenizer)
+    built.save_pretrained(model)
     tokenizer.save_pretrained(model)
+    torch.save({name: value.detach() for name, value in built.named_parameters()}, folder / "base.pt")
     out = folder / "out.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.local_trainer", str(model), str(folder), str(out)],
@@ -44,7 +46,7 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *ENGINEERING])
 def test_a_resume_is_exact(results: dict[str, Any], folder: Path, name: str):
     """C122: weights, moments, streams and every counter, with each option."""
     found = results[name]
@@ -56,7 +58,7 @@ def test_a_resume_is_exact(results: dict[str, Any], folder: Path, name: str):
 
 def test_every_option_trains_another_policy(results: dict[str, Any]):
     """But for k1 with the gradient of k2, which is that of `mse` by its name."""
-    digests = {name: found["whole"] for name, found in results.items()}
+    digests = {name: results[name]["whole"] for name in CASES}
     assert digests.pop("k1 with the gradient of k2") == digests["mse"]
     assert len(set(digests.values())) == len(digests)
 
@@ -72,3 +74,16 @@ def test_dynamic_sampling_counts_what_it_rolled_out(results: dict[str, Any]):
     assert results["grpo"]["metrics"]["critic/rewards/zero_std_groups"] > 0
     seeds = results["dynamic sampling"]["seeds"]
     assert len(seeds) == len(set(seeds)) == 32 * sampled["num_gen_batches"]
+
+
+@pytest.mark.parametrize("name", ENGINEERING)
+def test_how_it_is_worked_out_does_not_matter(results: dict[str, Any], folder: Path, name: str):
+    """Micro-batches of one or of all, by tokens, packed, activations computed again: the same training."""
+    base, plain, found = (
+        torch.cat([value.flatten() for _, value in sorted(torch.load(path).items())])
+        for path in (folder / "base.pt", folder / "grpo" / "weights.pt", folder / name.replace(" ", "_") / "weights.pt")
+    )
+    assert (found - plain).norm() < 1e-3 * (plain - base).norm()
+    assert results[name]["seeds"] == results["grpo"]["seeds"]
+    for metric, value in results["grpo"]["metrics"].items():
+        assert results[name]["metrics"][metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric

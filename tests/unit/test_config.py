@@ -52,8 +52,7 @@ def test_the_estimator_is_stated_and_never_inferred(tmp_path: Path) -> None:
     [
         ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", "FSDP2"),
         ("actor_rollout_ref.rollout.pipeline_model_parallel_size", "FSDP2"),
-        ("actor_rollout_ref.model.use_remove_padding", "not implemented"),
-        ("actor_rollout_ref.model.enable_gradient_checkpointing", "not implemented"),
+        ("actor_rollout_ref.model.use_liger", "not implemented"),
         ("actor_rollout_ref.rollout.sglang.mem_fraction", "vLLM"),
         ("trainer.default_local_dir", "trainer.output_dir"),
         ("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last"),
@@ -313,3 +312,18 @@ def test_warnings(override: str, part: str) -> None:
 
 def test_no_warning_where_multiples_are_not_preferred() -> None:
     assert validate(load(None, ["trainer.save_freq=30", "resume.policy=latest"])) == []
+
+
+def test_a_token_budget_holds_the_longest_sequence(tmp_path: Path) -> None:
+    """Only where micro-batches are cut by tokens; the other budget is as large by default."""
+    path = tmp_path / "budget.yaml"
+    path.write_text(MINIMAL)
+    sizes = ["data.max_prompt_length=20", "data.max_response_length=30"]
+    budget = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    load(str(path), [*sizes, f"{budget}=49"])
+    dynamic = [*sizes, "actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    validate(load(str(path), [*dynamic, f"{budget}=50"]))
+    with pytest.raises(ConfigError, match=rf"{budget}=49 .* 50 tokens"):
+        validate(load(str(path), [*dynamic, f"{budget}=49"]))
+    with pytest.raises(ConfigError, match=r"ref\.log_prob_max_token_len_per_gpu=49 "):
+        validate(load(str(path), [*dynamic, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=49"]))

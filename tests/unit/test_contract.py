@@ -45,7 +45,7 @@ def another(value: Any) -> Any:
         case str():
             return "c" * 64 if len(value) == 64 else f"{value}-other"
         case list():
-            return [another(item) for item in value]
+            return [another(item) for item in value] or ["given-now"]
         case None:
             return "given-now"
     raise AssertionError(value)
@@ -176,6 +176,7 @@ FATAL_CHANGES = {
     "algorithm.rollout_correction.rollout_is": "token",
     "algorithm.rollout_correction.rollout_is_threshold": "3.0",
     "algorithm.mask_truncated": "true",
+    "actor_rollout_ref.rollout.stop": "[END]",
     "data.prompt_key": "question",
     "data.reward_fn_key": "source",
     "data.train_batch_size": "32",
