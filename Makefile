@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: run test lint setup clean test-unit test-integration test-gpu exact nodes unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 chaos doctor-fixtures against-others help
+.PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 chaos doctor-fixtures against-others help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -42,6 +42,9 @@ exact: setup  ## all single kills and the choice of a retry, some twenty minutes
 
 unattended: setup  ## flow processes, workers and the whole platform killed; they come back by themselves
 	$(BIN)/python -m pytest tests/integration/test_unattended.py -m "long or not long" $(ARGS)
+
+browser: setup  ## the report and the Prefect page in headless Chromium; screenshots in build/screenshots
+	$(BIN)/python -m pytest tests/browser -m long $(ARGS)
 
 nodes: setup  ## nodes killed, drained, and cut off from each other (root for the last)
 	$(BIN)/python -m pytest tests/integration/test_nodes.py -m long $(ARGS)

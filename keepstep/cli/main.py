@@ -79,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_dataset(commands)
     _add_doctor(commands)
+    _add_report(commands)
     return parser
 
 
@@ -222,6 +223,12 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor = _add(commands, "doctor", "doctor_command.main", "what is wrong with a run, why, and what to do")
     doctor.add_argument("run", metavar="RUN", help="the run's folder")
     doctor.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    report = _add(commands, "report", "report_command.main", "one HTML file about a run, also while it runs")
+    report.add_argument("run", metavar="RUN", help="the run's folder")
+    report.add_argument("--out", metavar="FILE", help="the file (default: report.html in the run's folder)")
 
 
 def _destination(flag: str) -> str:

@@ -25,6 +25,7 @@ SURFACE = {
     "keepstep plan": ["--json", "--remote", "RUN"],
     "keepstep preflight": sorted({*TRAINING, "--clean", "--json", "--log", "--quick"} - {"--dry-run"}),
     "keepstep prune": ["--dry-run", "--json", "RUN"],
+    "keepstep report": ["--out", "RUN"],
     "keepstep run": TRAINING,
     "keepstep train": TRAINING,
     "keepstep ui": ["RUN"],
