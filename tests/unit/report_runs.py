@@ -12,6 +12,7 @@ from keepstep.run import RunDir, write_json
 
 BEGIN = datetime(2026, 3, 1, 12, 0, tzinfo=UTC).timestamp()
 HOSTILE = "<script>alert('x')</script>\x1b[31m\ud800 \u202e & \"quoted\""
+UNBROKEN = "/unbroken" * 40
 SECONDS = {"rollout": 4.0, "update": 2.0, "log_probs": 1.0, "weight_sync": 0.4, "reward": 0.1}
 
 
@@ -96,7 +97,7 @@ class Story:
     def write(self, folder: Path) -> RunDir:
         run = RunDir.at(folder)
         run.root.mkdir(parents=True)
-        contract = {"code.torch": "2.13.0", "trainer.seed": 1, "actor_rollout_ref.model.path": HOSTILE}
+        contract = {"code.torch": "2.13.0", "trainer.seed": 1, "actor_rollout_ref.model.path": HOSTILE + UNBROKEN}
         write_json(run.record, {"run_id": "run-a", "created": at(0), "keepstep": "0.2.0", "contract": contract,
                                 "model": {"path": "m"}, "dataset": {"num_rows": 640}})  # fmt: skip
         run.config.write_text("s3:\n  endpoint_url: https://me:secret@store.example:9000\n  bucket: b\n")
@@ -117,7 +118,7 @@ def preempted_often(folder: Path, total: int = 200) -> RunDir:
     story.steps(total // 4 // 20 * 20 + 1, total // 2 + 3)
     story.say("worker_lost", role="engine", lost=["engine 0"], reason="engine 0 died")
     story.say("recovered", role="engine", seconds=9.0)
-    story.end("failed", **{"class": "worker_died", "message": f"rank 1 died {HOSTILE}", "remedy": "again"})
+    story.end("failed", **{"class": "worker_died", "message": f"rank 1 died {HOSTILE} {UNBROKEN}", "remedy": "again"})
     story.clock += 600
     story.start(total // 2 // 20 * 20)
     story.say("checkpoint_rejected", step=20, source="local", reason=f"{HOSTILE}: truncated")
@@ -144,7 +145,7 @@ def rollouts(run: RunDir, steps: list[int]) -> None:
     for step in steps:
         table = {
             "prompt": [f"{number} + {step} =" for number in range(16)],
-            "response": [f"{HOSTILE.replace(chr(0xD800), '')} answer {number}" for number in range(16)],
+            "response": [f"{HOSTILE.replace(chr(0xD800), '')} answer {number} {UNBROKEN}" for number in range(16)],
             "reward": [float(number % 2) for number in range(16)],
             "advantage": [(number % 2) * 2.0 - 1 for number in range(16)],
         }
