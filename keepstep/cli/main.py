@@ -42,9 +42,13 @@ def entry() -> NoReturn:
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit code; errors of the error tree are printed without a traceback."""
     parser = build_parser()
-    args, rest = parser.parse_known_args(argv)
+    own, passed_on = _cut(argv)
+    args, rest = parser.parse_known_args(own)
     if rest and not args.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if passed_on and not args.passes_on:
+        parser.error(f"nothing is passed on by this command: -- {' '.join(passed_on)}")
+    args.vllm_options = passed_on
     try:
         command: Command = args.command
         return command(args, overrides(args, rest))
@@ -64,6 +68,12 @@ def overrides(args: argparse.Namespace, rest: list[str]) -> list[str]:
     return found + (["resume.allow+=mismatched_sizes"] if args.ignore_mismatched_sizes else [])
 
 
+def _cut(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(what is ours, what stands behind `--` and is another program's)."""
+    ours = list(argv)
+    return (ours[: ours.index("--")], ours[ours.index("--") + 1 :]) if "--" in ours else (ours, [])
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="keepstep", description="GRPO training that survives preemption", allow_abbrev=False
@@ -77,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_retention(commands)
     _add_store(commands)
     _add_export(commands)
+    _add_serve(commands)
     _add_dataset(commands)
     _add_doctor(commands)
     _add_report(commands)
@@ -85,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add(commands: argparse._SubParsersAction, name: str, address: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    parser.set_defaults(command=_imported_late(address), takes_overrides=False)
+    parser.set_defaults(command=_imported_late(address), takes_overrides=False, passes_on=False)
     return parser
 
 
@@ -201,7 +212,29 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's checkpoints/latest")
     export.add_argument("out", nargs="?", metavar="OUT", help="the new folder (default: the run's export/step_<N>)")
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="precision")
+    export.add_argument(
+        "--format",
+        choices=("safetensors", "pytorch"),
+        default="safetensors",
+        help="pytorch: one pytorch_model.bin, which takes as much memory as the model",
+    )
     export.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _add_serve(commands: argparse._SubParsersAction) -> None:
+    serve = _add(
+        commands, "serve", "serve_command.main", "vLLM's OpenAI-compatible server on a checkpoint or an export"
+    )
+    serve.usage = f"{serve.prog} [options] CHECKPOINT|OUT [-- vLLM's own options]"
+    serve.add_argument(
+        "path", metavar="CHECKPOINT|OUT", help="a checkpoint, exported first, once; or a Hugging Face folder"
+    )
+    serve.add_argument("--port", type=int, metavar="N", help="where it listens (default: 8000)")
+    serve.add_argument("--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model (default: 1)")
+    serve.add_argument(
+        "--gpu-memory-utilization", type=float, metavar="X", help="share of a GPU's memory that it may take"
+    )
+    serve.set_defaults(passes_on=True)
 
 
 def _add_dataset(commands: argparse._SubParsersAction) -> None:
