@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import keepstep
+from keepstep.cli.examples import epilog
 from keepstep.errors import EXIT_FAILED, EXIT_PREEMPTED, KeepstepError
 
 Command = Callable[[argparse.Namespace, list[str]], int]
@@ -95,7 +96,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add(commands: argparse._SubParsersAction, name: str, address: str, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.epilog = epilog(parser.prog)
     parser.set_defaults(command=_imported_late(address), takes_overrides=False, passes_on=False)
     return parser
 
@@ -164,6 +168,11 @@ def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
     listing = _add(
         commands, "ls", "inspect_commands.ls_command", "the checkpoints of a run with their state here and in the store"
     )
+    workers = _add(
+        commands, "ps", "ps_command.main", "who works for a run: processes, since when, with how much memory"
+    )
+    workers.add_argument("run", metavar="RUN", help="the run's folder")
+    workers.add_argument("--json", action="store_true", help="one JSON object")
     decision = _add(commands, "plan", "inspect_commands.plan_command", "where the next start goes on, and why")
     for parser in (listing, decision):
         parser.add_argument("run", metavar="RUN", help="the run's folder")

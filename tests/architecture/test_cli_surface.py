@@ -25,6 +25,7 @@ SURFACE = {
     "keepstep plan": ["--json", "--remote", "RUN"],
     "keepstep preflight": sorted({*TRAINING, "--clean", "--json", "--log", "--quick"} - {"--dry-run"}),
     "keepstep prune": ["--dry-run", "--json", "RUN"],
+    "keepstep ps": ["--json", "RUN"],
     "keepstep report": ["--out", "RUN"],
     "keepstep run": TRAINING,
     "keepstep serve": ["--gpu-memory-utilization", "--port", "--tensor-parallel-size", "CHECKPOINT|OUT"],

@@ -16,7 +16,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return run
 
 
-@pytest.mark.parametrize("command", ["report"])
+@pytest.mark.parametrize("command", ["report", "ps"])
 def test_looking_is_light(run: RunDir, command: str):
     found = report(command, str(run.root))
     assert found["status"] == 0
