@@ -1,6 +1,6 @@
 """The run directory. The only module that joins its paths and knows its names.
 
-run.json  config.yaml  result.json  events.jsonl  metrics.jsonl  tensorboard/
+run.json  config.yaml  result.json  events.jsonl  metrics.jsonl  tensorboard/  rollouts/step_<N>.parquet
 logs/attempt_<n>/train.log    attempts/<n>.json
 checkpoints/step_<N>/  checkpoints/latest -> step_<N>  checkpoints/latest.txt  checkpoints/best  checkpoints/best.txt
 quarantine/step_<N>.<reason>.<k>/    pins/<N>    export/
@@ -56,6 +56,10 @@ class RunDir:
     @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
 
     @property
     def attempts(self) -> Path:

@@ -169,6 +169,12 @@ def _check_algorithm(config: RunConfig) -> Iterator[str]:
             f"reward_model.overlong_buffer.len={overlong.len} is longer than data.max_response_length={limit}: "
             f"give at most {limit}"
         )
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    if val.n > 1 and val.temperature == 0:
+        yield (
+            f"actor_rollout_ref.rollout.val_kwargs.n={val.n} greedy responses are all the same: give "
+            "val_kwargs.temperature, as 1.0, or one response"
+        )
     if config.algorithm.adv_estimator == "grpo_passk" and config.actor_rollout_ref.rollout.n == 1:
         yield "algorithm.adv_estimator=grpo_passk compares the best response with the second: rollout.n of 2 at least"
     if config.algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:

@@ -11,7 +11,7 @@ Concurrency, as seen from here:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,17 +29,18 @@ from keepstep.controller.groups import EngineGroup, RankGroup
 from keepstep.controller.leaving import Leaving
 from keepstep.controller.pace import Pace
 from keepstep.controller.rollouts import Rollouts
+from keepstep.controller.samples import Sample
 from keepstep.controller.saver import Saver
 from keepstep.controller.state import TrainState
+from keepstep.controller.validation import MEAN, validate
 from keepstep.data.loader import Dataset, Row
 from keepstep.data.order import rows_at, sample_seed
 from keepstep.errors import NonFiniteError, NoProgressError, NoSignalError, StaleWeightsError
-from keepstep.rewards.load import RewardFunction, score
+from keepstep.rewards.scoring import Question, Scorer
 from keepstep.rollout.types import Request, Response
 
 Metrics = dict[str, float]
 LogProbs = dict[str, np.ndarray]
-VAL = "val/reward/mean"
 
 
 @dataclass
@@ -51,13 +52,15 @@ class Parts:
     saver: Saver
     train_set: Dataset
     val_set: Dataset | None
-    reward: RewardFunction
+    scorer: Scorer
     decode: Callable[[list[int]], str]
     pad_id: int
     probe_prompts: list[list[int]]
     """Held-out prompts whose log-probs are stored with every checkpoint."""
     report: Callable[[int, Metrics], None]
     """Told every finished step."""
+    keep: Callable[[int, list[Sample]], None]
+    """Given a step and some of its rollouts, to be read by people."""
     leaving: Leaving
     """Whether and how fast the attempt should end."""
 
@@ -99,13 +102,14 @@ class Trainer:
         batch = self.pack(rollouts)
         log_probs = self.log_probs(batch)
         rewards = self.rewards(rollouts, batch, log_probs)
-        batch = batch.with_advantages(self.advantages(rewards))
+        advantages = self.advantages(rewards)
+        batch = batch.with_advantages(advantages)
         metrics = self.update(batch, log_probs)
         self.advance(rollouts, batch, rewards, metrics)
         self.sync_weights()
         try:
             if self._due(self.config.trainer.test_freq):
-                metrics |= self.validate()
+                metrics |= self.validate(self.samples(rollouts, rewards, advantages))
         finally:
             # The step is finished, whatever becomes of its validation.
             self.report(metrics, begin)
@@ -236,6 +240,7 @@ class Trainer:
         config, state = self.config, self.state
         actor = config.actor_rollout_ref.actor
         metrics |= rollout_metrics(rollouts, rewards)
+        metrics |= {f"reward/{key}": value for key, value in self.parts.scorer.take_metrics().items()}
         if config.algorithm.filter_groups.enable:
             metrics["train/num_gen_batches"] = float(self._num_gen_batches)
         bad = sorted(name for name, value in metrics.items() if not np.isfinite(value))
@@ -257,30 +262,35 @@ class Trainer:
     def validation_owed(self) -> bool:
         """Before the first step, and where an attempt left in the validation of the step that it saved."""
         step, trainer = self.state.global_step, self.config.trainer
-        return trainer.val_before_train if step == 0 else self._due(trainer.test_freq) and VAL not in self.state.metrics
+        return (
+            trainer.val_before_train if step == 0 else self._due(trainer.test_freq) and MEAN not in self.state.metrics
+        )
 
-    def validate(self) -> Metrics:
-        """Mean reward on the validation set, greedy unless `rollout.val_kwargs` says otherwise."""
-        if self.parts.val_set is None or self.config.trainer.test_freq < 1:
+    def validate(self, beside: Sequence[Sample] = ()) -> Metrics:
+        """Of the validation set; its first rollouts are kept, with some of the training step `beside` them."""
+        val_set, state = self.parts.val_set, self.state
+        if val_set is None or self.config.trainer.test_freq < 1:
             return {}
-        val_set, seed = self.parts.val_set, self.config.trainer.seed
-        rows = [val_set[index] for index in range(len(val_set))]
-        rewards: list[float] = []
         with self.pace.act("validation"):
-            for first in range(0, len(rows), self.config.data.val_batch_size):
-                part = rows[first : first + self.config.data.val_batch_size]
-                seeds = [sample_seed(seed, self.state.global_step, first + index, -1) for index in range(len(part))]
-                responses = self.parts.engines.generate(
-                    [Request(row.prompt_ids, value) for row, value in zip(part, seeds, strict=True)],
-                    version=self.state.global_step,
-                    max_tokens=self.config.data.max_response_length,
-                    temperature=self.config.actor_rollout_ref.rollout.val_kwargs.temperature,
-                )
-                rewards += self._score(part, responses)
-        self.state.val_dataset_offset += len(rows)
-        found = {VAL: float(np.mean(rewards))}
-        self.state.metrics |= found
-        return found
+            step = state.global_step
+            found = validate(self.config, val_set, self.parts.engines, self._score, self.parts.decode, step=step)
+        metrics = found.metrics() | {f"val/{key}": value for key, value in self.parts.scorer.take_metrics().items()}
+        state.val_dataset_offset += len(val_set)
+        state.metrics |= metrics
+        self.parts.keep(step, [*found.samples, *beside])
+        return metrics
+
+    def samples(self, rollouts: Rollouts, rewards: np.ndarray, advantages: np.ndarray) -> list[Sample]:
+        """Of the step's first prompts, as many as are kept of a validation."""
+        num_prompts, group_size = self.config.trainer.log_val_generations, rollouts.group_size
+        rows = [row for row in rollouts.rows[:num_prompts] for _ in range(group_size)]
+        beside = zip(rollouts.responses, rewards.flatten(), advantages, strict=True)
+        return [
+            Sample(
+                "train", row.prompt_text, self.parts.decode(response.token_ids), str(row.ground_truth), *map(float, n)
+            )
+            for row, (response, *n) in zip(rows, beside, strict=False)
+        ]
 
     def report(self, metrics: Metrics, begin: float) -> None:
         timings = {f"timing_s/{name}": value for name, value in self.pace.end_step().items()}
@@ -303,22 +313,22 @@ class Trainer:
 
     def _score(self, rows: list[Row], responses: list[Response]) -> list[float]:
         """One reward per response. Scored here, in the main thread: verifiers set alarms, which work nowhere else."""
-        rewards: list[float] = []
-        timeout_s, text = self.config.timeouts.reward_s, ""
+        decode, scorer, timeout_s = self.parts.decode, self.parts.scorer, self.config.timeouts.reward_s
+        questions = [
+            Question(row.data_source, decode(response.token_ids), row.ground_truth, row.extra_info)
+            for row, response in zip(rows, responses, strict=True)
+        ]
 
         def late() -> NoProgressError:
-            row = rows[len(rewards)]
+            at = scorer.current
+            where = f"It hangs on the response {at.text[:60]!r} to a row of {at.data_source!r}; or r" if at else "R"
             return NoProgressError(
                 f"Step {self.state.global_step + 1}: the reward function did not end within {timeout_s:.0f} s.",
-                f"It hangs on the response {text[:60]!r} to a row of {row.data_source!r}; or raise timeouts.reward_s.",
+                f"{where}aise timeouts.reward_s. A limit for each response: reward_model.timeout_s.",
             )
 
         with self.parts.leaving.limit(timeout_s, late):
-            for row, response in zip(rows, responses, strict=True):
-                self.parts.leaving.check()
-                text = self.parts.decode(response.token_ids)
-                rewards.append(score(self.parts.reward, row.data_source, text, row.ground_truth, row.extra_info))
-        return rewards
+            return scorer.score(questions, self.parts.leaving.check)
 
     def _dealt(self) -> tuple[list[list[int]], list[list[list[int]]]]:
         """(rows of the batch that each rank gets; per rank, its mini-batches as places among those)."""

@@ -16,6 +16,7 @@ from keepstep.controller.leaving import StepDropped
 from keepstep.controller.recovery import Recovery
 from keepstep.controller.reporting import Reporter, logger
 from keepstep.controller.resuming import load_state
+from keepstep.controller.samples import write_samples
 from keepstep.controller.saver import SaveContext, Saver, Writers
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
@@ -35,6 +36,7 @@ from keepstep.preflight.checks import FAIL
 from keepstep.preflight.device import resolve_device
 from keepstep.preflight.port import check_port
 from keepstep.rewards.load import load_reward
+from keepstep.rewards.scoring import Scorer
 from keepstep.rollout.environment import engine_port
 from keepstep.run import write_json
 
@@ -153,6 +155,7 @@ def fit(session: Session, parts: Parts, state: TrainState, recovery: Recovery) -
                 trainer.state = recovery.replace_ranks(parts.saver, error)
     finally:
         leaving.training = False
+        parts.scorer.close()
 
 
 def train_to_end(session: Session, trainer: Trainer, parts: Parts) -> None:
@@ -344,10 +347,11 @@ def build_parts(session: Session, crew: Crew, data: tuple[Any, Any, Any], report
         saver=crew.saver,
         train_set=train_set,
         val_set=val_set,
-        reward=load_reward(reward.name, reward.path),
+        scorer=Scorer(load_reward(reward.name, reward.path), session.config.reward_model, reward),
         probe_prompts=resume_probe.choose_prompts([row.prompt_ids for row in (val_set or train_set).rows]),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
         report=report,
+        keep=lambda step, samples: write_samples(session.run.rollouts, step, samples),
         leaving=session.leaving,
     )

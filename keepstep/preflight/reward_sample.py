@@ -11,8 +11,9 @@ from typing import Any
 
 from keepstep.data.loader import EXTRA_INFO, GROUND_TRUTH, REWARD_MODEL
 from keepstep.data.spec import open_file
-from keepstep.errors import KeepstepError
-from keepstep.rewards.load import load_reward, score
+from keepstep.errors import KeepstepError, RewardError
+from keepstep.rewards.load import load_reward
+from keepstep.rewards.scoring import Question, score_all
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -22,10 +23,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     source, extra = row[request["reward_fn_key"]], row.get(EXTRA_INFO) or {}
     try:
         function = load_reward(request["reward"]["name"], request["reward"]["path"])
-        return {
-            "score": score(function, source, str(truth), truth, extra),
-            "empty": score(function, source, "", truth, extra),
-        }
+        questions = [Question(source, text, truth, extra) for text in (str(truth), "")]
+        scores = []
+        for outcome in score_all(function, questions, None, lambda _: None):
+            if isinstance(outcome, RewardError):
+                raise outcome
+            scores.append(outcome.value)
+        return {"score": scores[0], "empty": scores[1]}
     except KeepstepError as error:
         return {"problem": error.message, "remedy": error.remedy}
 

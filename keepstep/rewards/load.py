@@ -1,18 +1,18 @@
-"""Finding a reward function by dotted path or in a file, and scoring with it."""
+"""Finding a reward function by dotted path or in a file."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from keepstep.config.schema import RewardFunctionConfig
-from keepstep.errors import ConfigError, RewardError
+from keepstep.errors import ConfigError
 
-RewardFunction = Callable[..., float | dict[str, Any]]
+RewardFunction = Callable[..., Any]
+"""Returns a number, or a dict with `score`; or is a coroutine function that does."""
 DEFAULT_FUNCTION = "compute_score"
 DEFAULT_NAME = RewardFunctionConfig().name
 
@@ -27,25 +27,6 @@ def load_reward(name: str, path: str | None = None) -> RewardFunction:
             "Name the function in custom_reward_function.name.",
         )
     return found
-
-
-def score(
-    function: RewardFunction, data_source: str, text: str, ground_truth: str, extra_info: dict[str, Any]
-) -> float:
-    """One response's reward. A dict carries it under `score`, as in verl."""
-    try:
-        result = function(data_source=data_source, solution_str=text, ground_truth=ground_truth, extra_info=extra_info)
-        value = float(result["score"] if isinstance(result, dict) else result)
-        if not math.isfinite(value):
-            raise ValueError(f"the reward is {value}")
-        return value
-    except Exception as error:
-        where = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
-        raise RewardError(
-            f"The reward function {where} failed on the response {text[:60]!r} to a row of {data_source!r}: "
-            f"{type(error).__name__}: {error}.",
-            "Mend the function; a reward is a finite number, or a dict with `score`.",
-        ) from error
 
 
 def _from_file(path: Path, name: str) -> Any:

@@ -28,6 +28,7 @@ from keepstep.controller.leaving import Leaving
 from keepstep.controller.state import TrainState
 from keepstep.controller.trainer import Trainer
 from keepstep.data.loader import Dataset, Row
+from keepstep.rewards.scoring import Scorer
 from keepstep.rollout.types import Request, Response
 from keepstep.run import read_json
 
@@ -146,7 +147,8 @@ def build(config: RunConfig, model: str) -> Rank:
 def trainer_of(config: RunConfig, rank: Rank, state: TrainState) -> Trainer:
     rows = [Row(i, [3 + i % 10, 3 + i // 10, 4, 5], "", "numbers", "", {}) for i in range(NUM_ROWS)]
     parts = SimpleNamespace(
-        ranks=LocalRanks(rank), engines=LocalEngines(rank, eos_id=1), saver=None, val_set=None, reward=reward, pad_id=0,
+        ranks=LocalRanks(rank), engines=LocalEngines(rank, eos_id=1), saver=None, val_set=None, pad_id=0,
+        scorer=Scorer(reward, config.reward_model, config.custom_reward_function), keep=lambda step, samples: None,
         train_set=Dataset(rows, NUM_ROWS, ""), decode=lambda ids: " ".join(map(str, ids)), probe_prompts=[],
         report=lambda step, metrics: None, leaving=Leaving(3600.0, lambda failure: None),
     )  # fmt: skip

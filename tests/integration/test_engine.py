@@ -37,11 +37,12 @@ model.save_pretrained(folder)
 tokenizer.save_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 names = dict(model.named_parameters()).keys()
-engine = VllmEngine(folder, RolloutConfig(), max_model_len=24, device="cpu")
+stop = [] if tied else ["3"]
+engine = VllmEngine(folder, RolloutConfig(stop=stop), max_model_len=24, device="cpu")
 requests = [Request(tokenizer.encode(f"{a}+{b}="), 1000 * a + b) for a in range(4) for b in range(4)]
 
-def ask(version):
-    return engine.generate(requests, version=version, max_tokens=8, temperature=temperature)
+def ask(version, asked=requests):
+    return engine.generate(asked, version=version, max_tokens=8, temperature=temperature)
 
 def refuses(version):
     try:
@@ -50,7 +51,8 @@ def refuses(version):
         return True
     return False
 
-report = {"num_names": len(names), "refused_without_weights": refuses(0), "gaps": [], "moves": []}
+report = {"num_names": len(names), "refused_without_weights": refuses(0), "gaps": [], "moves": [],
+          "alone": True, "stopped": 0}
 previous = None
 for version in range(3):
     with torch.no_grad():
@@ -59,6 +61,13 @@ for version in range(3):
     engine.update_weights({name: value.detach().numpy() for name, value in model.named_parameters()}, version)
     answers = ask(version)
     assert ask(version) == answers
+    shared = ask(version, requests[:5]) + ask(version, requests[5:])
+    report["alone"] = report["alone"] and [a.token_ids for a in shared] == [a.token_ids for a in answers]
+    for answer in answers:
+        text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        report["stopped"] += "3" in text
+        if stop and "3" in text:
+            assert text.index("3") == len(text) - 1 and answer.finished, text
     gap = move = 0.0
     for request, answer in zip(requests, answers):
         tokens = torch.tensor([[*request.prompt_ids, *answer.token_ids]])
@@ -90,3 +99,5 @@ def test_engine_samples_from_the_weights_it_was_given(tmp_path: Path, head: str,
     # Stale weights show as 1e-1 and more; float32 rounding stays below 1e-5.
     assert max(report["gaps"]) < 2e-5
     assert all(report["moves"])
+    assert report["alone"], "two engines that share a batch sample the same tokens as one"
+    assert report["stopped"] > 5, "some responses have a text to stop at"

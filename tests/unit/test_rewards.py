@@ -8,13 +8,17 @@ import pytest
 
 from keepstep.config.schema import RewardFunctionConfig
 from keepstep.errors import ConfigError, RewardError
-from keepstep.rewards.load import load_reward, score
+from keepstep.rewards.load import load_reward
+from keepstep.rewards.scoring import Question, score
 
 DEFAULT = RewardFunctionConfig().name
 
 
 def call(function, text: str) -> float:
-    return score(function, "source", text, "12", {})
+    found = score(function, Question("source", text, "12", {}))
+    if isinstance(found, RewardError):
+        raise found
+    return found.value
 
 
 def test_default_is_exact_match():
