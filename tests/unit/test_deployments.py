@@ -1,0 +1,108 @@
+"""deployments/prefect.yaml and configs/: everything loads, and every flow takes the parameters of its deployments."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+import yaml
+
+from keepstep.config.load import load, validate
+from keepstep.rewards.load import load_reward
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+FILE = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())
+DEPLOYMENTS = {deployment["name"]: deployment for deployment in FILE["deployments"]}
+TRAINING = [name for name, one in DEPLOYMENTS.items() if one["entrypoint"] == "flows.grpo_train.grpo_train"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_loads_and_its_settings_go_together(path: Path):
+    assert validate(load(str(path))) == []
+
+
+def test_the_deployments_are_those_of_the_design():
+    assert set(DEPLOYMENTS) == {
+        "quickstart", "single-gpu", "qwen3-8b-gsm8k-8gpu", "qwen3-8b-gsm8k-kuberay-preemptible", "checkpoint-audit",
+    }  # fmt: skip
+    assert {one["work_pool"]["name"] for one in DEPLOYMENTS.values()} == {"keepstep-local", "keepstep-k8s"}
+    assert all(one["tags"] and one["description"] for one in DEPLOYMENTS.values())
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_training_deployment_is_the_configuration_of_its_name(name: str):
+    parameters = DEPLOYMENTS[name]["parameters"]
+    assert parameters == {"config": name, "overrides": {}}
+    validate(load(parameters["config"]))
+
+
+def test_the_preemptible_one_has_the_sizes_that_were_asked_for():
+    config = load("qwen3-8b-gsm8k-kuberay-preemptible")
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, rollout.n) == (4, 8, 5)
+    assert actor.fsdp_config.param_offload is False
+    assert (config.trainer.save_freq, config.s3.upload_interval) == (20, 100)
+    assert all(str(files).startswith("s3://") for files in (config.data.train_files, config.data.val_files))
+    # What is `latest` or bounded is shown, commented, with what it costs.
+    text = (ROOT / "configs" / "qwen3-8b-gsm8k-kuberay-preemptible.yaml").read_text()
+    assert "# policy: latest" in text and "# max_rewind_steps: 40" in text
+
+
+def test_sizes_of_the_cluster_are_those_of_the_values():
+    """Nodes, GPUs, grace, pool and the head's address stand in two files."""
+    values = yaml.safe_load((ROOT / "deployments" / "values.yaml").read_text())
+    config = load("qwen3-8b-gsm8k-kuberay-preemptible")
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (
+        values["gpu_nodes"]["num_nodes"], values["gpu_nodes"]["num_gpus"],
+    )  # fmt: skip
+    assert config.retry.term_grace_s == values["term_grace_s"]
+    assert config.trainer.output_dir.startswith(values["storage"]["mount_path"] + "/")
+    assert config.ray.address == f"http://{values['name']}-head-svc:8265"
+    assert values["work_pool"] == DEPLOYMENTS["qwen3-8b-gsm8k-kuberay-preemptible"]["work_pool"]["name"]
+
+
+def parameters_of(entrypoint: str) -> set[str]:
+    """Names of the flow's parameters, from its source: importing Prefect takes seconds."""
+    module, function = entrypoint.rsplit(".", 1)
+    tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
+    (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    return {argument.arg for argument in found.args.args}
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_entrypoints_are_module_paths_of_flows_that_take_the_parameters(name: str):
+    deployment = DEPLOYMENTS[name]
+    assert re.fullmatch(r"flows\.\w+\.\w+", deployment["entrypoint"])
+    assert set(deployment["parameters"]) <= parameters_of(deployment["entrypoint"])
+
+
+def test_schedules_name_their_time_zone_and_training_waits_to_be_switched_on():
+    schedules: dict[str, list[dict[str, Any]]] = {name: one.get("schedules", []) for name, one in DEPLOYMENTS.items()}
+    for of_one in schedules.values():
+        for schedule in of_one:
+            ZoneInfo(schedule["timezone"])
+            assert len(schedule["cron"].split()) == 5 and schedule["slug"]
+    assert [one["active"] for name in TRAINING for one in schedules[name]] == [False]
+    assert [one["active"] for one in schedules["checkpoint-audit"]] == [True]
+
+
+def test_nobody_tries_a_flow_again_but_the_automation():
+    """C127: exactly one layer retries a flow."""
+    for path in (ROOT / "flows").glob("*.py"):
+        assert not re.search(r"@flow\([^)]*retries", path.read_text()), path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configurations_reward_is_there(path: Path):
+    reward = load(str(path)).custom_reward_function
+    assert callable(load_reward(reward.name, reward.path))
+
+
+def test_the_gsm8k_configurations_reward_the_marked_answer():
+    function = load_reward(load("single-gpu").custom_reward_function.name)
+    assert [function("openai/gsm8k", text, "72", {}) for text in ("so #### 72", "so #### 71")] == [1.0, 0.0]
