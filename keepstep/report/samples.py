@@ -1,4 +1,4 @@
-"""Some responses of some steps, from `rollouts/step-<N>.parquet` where the run keeps them.
+"""Some responses of some steps, from `rollouts/step_<N>.parquet` where the run keeps them.
 
 python -m keepstep.report.samples FILE …     one JSON object a line: {"step", "samples": [...]} or {"step", "problem"}
 
@@ -8,7 +8,6 @@ Parquet is read in a process of its own: a torn file can end the process that lo
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,21 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep.run import RunDir
+from keepstep.run import RunDir, parse_step
 
-FOLDER = "rollouts"
-MAX_STEPS, MAX_SAMPLES, MAX_CHARACTERS = 12, 4, 1500
+MAX_STEPS, MAX_SAMPLES, MAX_VAL_SAMPLES, MAX_CHARACTERS = 12, 4, 2, 1500
 TIMEOUT_S = 60.0
-_NAME = re.compile(r"step-0*([0-9]+)\.parquet")
-COLUMNS = ("prompt", "response", "reward", "advantage")
+COLUMNS = ("split", "prompt", "response", "ground_truth", "reward", "advantage")
 
 
 @dataclass(frozen=True)
 class Sample:
     """One response; numbers are None where the file has none."""
 
+    split: str
+    """`train` or `val`."""
     prompt: str
     response: str
+    ground_truth: str
     reward: float | None
     advantage: float | None
 
@@ -47,8 +47,7 @@ class StepSamples:
 
 def read(run: RunDir) -> tuple[StepSamples, ...]:
     """Samples of at most `MAX_STEPS` steps: the first, the last, and those between at equal distances."""
-    folder = run.root / FOLDER
-    files = {int(match[1]): path for path in folder.glob("*.parquet") if (match := _NAME.fullmatch(path.name))}
+    files = {step: path for path in run.rollouts.glob("*.parquet") if (step := parse_step(path.stem)) is not None}
     chosen = spread(sorted(files), MAX_STEPS)
     if not chosen:
         return ()
@@ -78,16 +77,19 @@ def _parse(line: bytes) -> StepSamples | None:
 
 
 def _choose(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The best, the worst and some between them, by reward."""
+    """The best, the worst and some between them, by reward; of the training first."""
     ranked = sorted(rows, key=lambda row: -(_number(row.get("reward")) or 0.0))
-    return [ranked[index] for index in spread(range(len(ranked)), MAX_SAMPLES)]
+    val = [row for row in ranked if row.get("split") == "val"]
+    train = [row for row in ranked if row.get("split") != "val"]
+    limits = ((train, MAX_SAMPLES), (val, MAX_VAL_SAMPLES))
+    return [part[index] for part, most in limits for index in spread(range(len(part)), most)]
 
 
 def _look(path: Path) -> dict[str, Any]:
     import pyarrow
     import pyarrow.parquet
 
-    answer: dict[str, Any] = {"step": int(_NAME.fullmatch(path.name)[1]), "num_responses": 0, "samples": []}  # type: ignore[index]
+    answer: dict[str, Any] = {"step": parse_step(path.stem), "num_responses": 0, "samples": []}
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = [name for name in COLUMNS if name in file.schema_arrow.names]
@@ -96,8 +98,10 @@ def _look(path: Path) -> dict[str, Any]:
         return answer | {"problem": f"cannot be read: {str(error).splitlines()[0]}"}
     samples = [
         {
+            "split": _text(row.get("split") or "train"),
             "prompt": _text(row.get("prompt")),
             "response": _text(row.get("response")),
+            "ground_truth": _text(row.get("ground_truth")),
             "reward": _number(row.get("reward")),
             "advantage": _number(row.get("advantage")),
         }

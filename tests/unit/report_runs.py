@@ -96,7 +96,7 @@ class Story:
 
     def write(self, folder: Path) -> RunDir:
         run = RunDir.at(folder)
-        run.root.mkdir(parents=True)
+        run.root.mkdir(parents=True, exist_ok=True)
         contract = {"code.torch": "2.13.0", "trainer.seed": 1, "actor_rollout_ref.model.path": HOSTILE + UNBROKEN}
         write_json(run.record, {"run_id": "run-a", "created": at(0), "keepstep": "0.2.0", "contract": contract,
                                 "model": {"path": "m"}, "dataset": {"num_rows": 640}})  # fmt: skip
@@ -141,12 +141,15 @@ def rollouts(run: RunDir, steps: list[int]) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    (run.root / "rollouts").mkdir()
+    run.rollouts.mkdir()
     for step in steps:
         table = {
+            "step": [step] * 16,
+            "split": ["train"] * 14 + ["val"] * 2,
+            "ground_truth": [str(number + step) for number in range(16)],
             "prompt": [f"{number} + {step} =" for number in range(16)],
             "response": [f"{HOSTILE.replace(chr(0xD800), '')} answer {number} {UNBROKEN}" for number in range(16)],
             "reward": [float(number % 2) for number in range(16)],
-            "advantage": [(number % 2) * 2.0 - 1 for number in range(16)],
+            "advantage": [(number % 2) * 2.0 - 1 for number in range(14)] + [None] * 2,
         }
-        pyarrow.parquet.write_table(pyarrow.table(table), run.root / "rollouts" / f"step-{step:06d}.parquet")
+        pyarrow.parquet.write_table(pyarrow.table(table), run.rollouts / f"step_{step}.parquet")

@@ -217,17 +217,18 @@ def test_every_chart_and_table_says_what_it_is(eventful: RunDir, tmp_path: Path)
 
 def test_samples_are_the_best_and_the_worst(eventful: RunDir, tmp_path: Path):
     document, _ = report(eventful, tmp_path)
-    assert "Step 100, 4 of 16 responses" in document.text
+    assert "Step 100, 6 of 16 responses" in document.text
     assert "reward 1.000, advantage 1.000" in document.text and "reward 0.000, advantage -1.000" in document.text
+    assert "validation, reward 1.000" in document.text and "validation, reward 0.000" in document.text
 
 
 def test_torn_rollouts_are_named_and_the_rest_is_shown(eventful: RunDir, tmp_path: Path):
     """C20: a file that ends in the middle."""
     run = RunDir.at(shutil.copytree(eventful.root, tmp_path / "run"))
-    torn = run.root / "rollouts" / "step-000100.parquet"
+    torn = run.rollouts / "step_100.parquet"
     torn.write_bytes(torn.read_bytes()[:-100])
     document, _ = report(run, tmp_path)
-    assert "rollouts of step 100: cannot be read" in document.text and "Step 200, 4 of 16" in document.text
+    assert "rollouts of step 100: cannot be read" in document.text and "Step 200, 6 of 16" in document.text
 
 
 def test_ten_thousand_steps_make_a_light_file(tmp_path: Path):
