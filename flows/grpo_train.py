@@ -5,6 +5,7 @@ Concurrency:
                     but that queue; woken by an event or by the end of `train_grpo` (None)
   train_grpo        one pool thread; produces the events; ends within `retry.term_grace_s` once `stop` is set
   verify, upload    one pool thread each; wait for a local future that the main thread resolves
+  the page          one daemon thread; looks at the run after events, at its own pace (`tasks.artifacts.RunPage`)
 No call to the Prefect API is made between two steps of the training, so an API that goes away holds nothing up.
 """
 
@@ -40,7 +41,7 @@ from keepstep.preflight.lease import wait_until_free
 from keepstep.retry import NOT_RETRYABLE, Decision
 from keepstep.retry_budget import RetryBudget
 from keepstep.run import RunDir
-from tasks.artifacts import publish
+from tasks.artifacts import RunPage, publish
 from tasks.checkpoints import upload_checkpoint, verify_checkpoint
 from tasks.dataset import check_dataset
 from tasks.finishing import finish
@@ -71,18 +72,19 @@ def grpo_train(config: str = "quickstart", overrides: dict[str, Any] = {}) -> An
     run = RunDir.at(settings.trainer.output_dir)
     budget = RetryBudget(run, str(flow_run.id), settings.retry)
     attempts = Attempts(settings, budget)
-    try:
-        attempts.check_budget()
-        wait_until_free(run, settings.retry, get_run_logger().info)
-        check_dataset(settings)
-        total_steps, plan = preflight(settings)
-        plan_resume(plan)
-        return finish(settings, train(settings, total_steps, attempts))
-    except KeepstepError as error:
-        if not isinstance(error, HeldError):
-            # Of a run that another one holds nothing was used up, and nothing is written into it.
-            budget.start_over()
-        return failed(error, attempts.decision, run)
+    with RunPage(settings) as page:
+        try:
+            attempts.check_budget()
+            wait_until_free(run, settings.retry, get_run_logger().info)
+            check_dataset(settings)
+            total_steps, plan = preflight(settings)
+            plan_resume(plan)
+            return finish(settings, train(settings, total_steps, attempts, page))
+        except KeepstepError as error:
+            if not isinstance(error, HeldError):
+                # Of a run that another one holds nothing was used up, and nothing is written into it.
+                budget.start_over()
+            return failed(error, attempts.decision, run)
 
 
 def failed(error: KeepstepError, decision: Decision | None, run: RunDir) -> State[Any]:
@@ -99,7 +101,7 @@ def failed(error: KeepstepError, decision: Decision | None, run: RunDir) -> Stat
     return Failed(name=name, message=f"{error}{reason}", data=error)
 
 
-def train(config: RunConfig, total_steps: int, attempts: Attempts) -> Event:
+def train(config: RunConfig, total_steps: int, attempts: Attempts, page: RunPage) -> Event:
     """Submit `train_grpo` and dispatch its events until it ends; return result.json's content.
 
     Raises:
@@ -116,6 +118,7 @@ def train(config: RunConfig, total_steps: int, attempts: Attempts) -> Event:
         training.add_done_callback(lambda _: events.put(None))
         while (event := events.get()) is not None:
             show(event)
+            page.heed(event)
             if text := describe(event):
                 get_run_logger().info(text)
             checkpoints.heed(event)

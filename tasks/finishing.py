@@ -9,21 +9,19 @@ from prefect.cache_policies import NO_CACHE
 
 from keepstep.config.schema import RunConfig
 from keepstep.errors import CheckpointError, StorageError
-from tasks.artifacts import publish
 
 Result = dict[str, Any]
 
 
 @task(cache_policy=NO_CACHE)
 def finish(config: RunConfig, result: Result) -> Result:
-    """Hold result.json against the goal and publish the summary.
+    """Hold result.json against the goal.
 
     Raises:
         CheckpointError: the run did not reach its last step.
         StorageError: the store has not confirmed the last step.
     """
     check_result(config, result)
-    publish(summary(config, result), key="run-summary", description="How the run ended")
     return result
 
 
@@ -36,9 +34,3 @@ def check_result(config: RunConfig, result: Result) -> None:
             f"{where}: the store has confirmed step {result['uploaded']}, the last step is {result['final_step']}.",
             "Start the same command again: it uploads what is missing and trains nothing.",
         )
-
-
-def summary(config: RunConfig, result: Result) -> str:
-    """Markdown table of result.json."""
-    rows = [("run", f"`{config.trainer.output_dir}`"), *((key, value) for key, value in result.items())]
-    return "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows)

@@ -7,7 +7,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from keepstep.checkpoint.plan import ResumePlan
-from tasks.artifacts import publish
+from tasks.artifacts import publish_decision
 
 
 @task(cache_policy=NO_CACHE)
@@ -16,12 +16,7 @@ def plan_resume(plan: ResumePlan) -> int | None:
 
     Nothing is handed to the trainer: it plans anew at every attempt, since an attempt changes what there is.
     """
-    sentences = plan.describe()
-    for sentence in sentences:
+    for sentence in plan.describe():
         get_run_logger().info(sentence)
-    publish(
-        "\n".join(f"- {sentence}" for sentence in sentences),
-        key="resume-plan",
-        description="Every checkpoint that was looked at, the one that was chosen, and why",
-    )
+    publish_decision(plan)
     return plan.step

@@ -312,11 +312,15 @@ def render(page: Page) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """A value of the run as it may be shown: no credentials of an address, nothing that is not text."""
+    """What the template prints: markup of its own as it is, text of the run as it may be shown."""
     if type(value) is not str:
         return value
-    text = _USER_OF_URL.sub("://…@", _UNSHOWN.sub("\ufffd", value))
-    return text.encode("utf-8", "replace").decode()
+    return showable(value)
+
+
+def showable(text: str) -> str:
+    """Text of a run without the credentials of an address, and without what is no text."""
+    return _USER_OF_URL.sub("://…@", _UNSHOWN.sub("\ufffd", text)).encode("utf-8", "replace").decode()
 
 
 def time_text(moment: datetime | None) -> str:

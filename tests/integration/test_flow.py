@@ -222,3 +222,132 @@ def test_complete_run_does_nothing(train, tmp_path: Path) -> None:
     write_json(run.upload(40), {"step": 40})
     write_json(run.result, result())
     assert train()["final_step"] == 40
+
+
+def artifacts(*, key: str) -> list[Any]:
+    """Artifacts of the newest flow run with this key."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    with get_client(sync_client=True) as client:
+        newest = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
+        return client.read_artifacts(
+            artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])),
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[newest.id])),
+        )
+
+
+def trained(tmp_path: Path, told: Callable[[int], None] = lambda step: None) -> Callable[..., Event]:
+    """A stand-in that leaves a run of 40 steps on disk and tells of them; `told` is called after each."""
+    from tests.unit.report_runs import Story
+
+    def attempt(on_event: OnEvent, stop: threading.Event) -> Event:
+        story = Story(40)
+        story.start()
+        story.steps(1, 40)
+        story.end("finished", step=40)
+        story.write(tmp_path / "run")
+        for event in story.events:
+            on_event(event)
+            if event["event"] == "step":
+                told(event["step"])
+        return good(on_event, stop)
+
+    return attempt
+
+
+def test_the_page_shows_where_the_run_stands(train, tmp_path: Path) -> None:
+    from keepstep.run import RunDir
+    from tasks.artifacts import key_of
+
+    train(trained(tmp_path))
+    key = key_of(RunDir.at(tmp_path / "run"))
+    (page,) = artifacts(key=key)
+    assert page.type == "markdown"
+    assert page.data.startswith("**finished, at step 40 of 40")
+    assert "![reward by step](data:image/svg+xml;base64," in page.data
+    assert "| 1 | finished | 2026-03-01 12:00:00 |" in page.data and "tensorboard --logdir" in page.data
+    (progress,) = artifacts(key=f"{key}-steps")
+    assert (progress.type, progress.data, progress.description) == ("progress", 100.0, "step 40 of 40")
+
+
+def test_the_page_is_kept_up_to_date_in_place(train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One artifact per flow run: seen at step 10 while the trainer waits, and again at the end."""
+    import tasks.artifacts as module
+    from keepstep.run import RunDir
+
+    key = module.key_of(RunDir.at(tmp_path / "run"))
+    seen = []
+
+    def look(step: int) -> None:
+        if step == 10:
+            deadline = time.monotonic() + STATES_S
+            while not seen and time.monotonic() < deadline:
+                seen.extend(artifacts(key=f"{key}-steps"))
+                time.sleep(0.1)
+
+    monkeypatch.setattr(module, "INTERVAL_S", 0.1)
+    monkeypatch.setattr(module, "MOST_TIME_SHARE", 1.0)
+    train(trained(tmp_path, look))
+    assert 0 < seen[0].data <= 25.0
+    (progress,) = artifacts(key=f"{key}-steps")
+    assert progress.id == seen[0].id and progress.data == 100.0
+    assert len(artifacts(key=key)) == 1
+
+
+def test_an_api_that_does_not_answer_holds_no_step_up(train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of the page hangs until the flow has ended; all steps are told and the flow ends all the same."""
+    import tasks.artifacts as module
+
+    answered, asked = threading.Event(), threading.Event()
+
+    def hang(*_: Any, **__: Any) -> None:
+        asked.set()
+        answered.wait()
+
+    for name in ("create_markdown_artifact", "create_progress_artifact", "update_progress_artifact"):
+        monkeypatch.setattr(module, name, hang)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    steps: list[int] = []
+
+    def told(step: int) -> None:
+        if step == 1:
+            assert asked.wait(STATES_S)
+        steps.append(step)
+
+    try:
+        assert train(trained(tmp_path, told))["final_step"] == 40
+        assert steps == list(range(1, 41)) and not answered.is_set()
+    finally:
+        answered.set()
+
+
+def test_the_resume_decision_is_a_table(prefect_server: None) -> None:
+    import json
+
+    from prefect import flow
+
+    from keepstep.checkpoint.plan import Rejection, ResumePlan
+    from keepstep.checkpoint.select import Candidate
+    from tasks.resume import plan_resume
+
+    candidates = [Candidate(100, "local"), Candidate(100, "s3"), Candidate(120, "local")]
+    plan = ResumePlan(
+        100, "s3", "newest multiple of 100", 120, 20,
+        rejections=[Rejection(100, "local", "actor/optimizer.pt: truncated")], candidates=candidates,
+    )  # fmt: skip
+
+    @flow
+    def decide() -> int | None:
+        return plan_resume(plan)
+
+    assert decide() == 100
+    (table,) = artifacts(key="resume-decision")
+    rows = json.loads(table.data)
+    assert [(row["step"], row["where"], row["verdict"]) for row in rows] == [
+        ("100", "local", "rejected"),
+        ("100", "s3", "chosen"),
+        ("120", "local", "not needed"),
+    ]
+    assert rows[0]["why"] == "actor/optimizer.pt: truncated" and "20 steps given up" in rows[1]["why"]
