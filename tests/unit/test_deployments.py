@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -11,6 +13,8 @@ from zoneinfo import ZoneInfo
 import pytest
 import yaml
 
+from keepstep.audit import AUDIT_ENDS
+from keepstep.cli.main import build_parser
 from keepstep.config.load import load, validate
 from keepstep.rewards.load import load_reward
 
@@ -106,3 +110,47 @@ def test_every_configurations_reward_is_there(path: Path):
 def test_the_gsm8k_configurations_reward_the_marked_answer():
     function = load_reward(load("single-gpu").custom_reward_function.name)
     assert [function("openai/gsm8k", text, "72", {}) for text in ("so #### 72", "so #### 71")] == [1.0, 0.0]
+
+
+# ---- documents -----------------------------------------------------------------------------------------------------
+
+
+def commands(document: str, begin: str) -> list[list[str]]:
+    """Commands of the document's fences that begin so, split as a shell would; what is in quotes may span lines."""
+    text = (ROOT / "docs" / document).read_text()
+    fences = re.findall(r"^ *```\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    lines = [line for fence in fences for line in re.findall(rf"^ *({begin} (?:[^'\n]|'[^']*')*)", fence, re.MULTILINE)]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.mark.parametrize(("document", "count"), [("deployments.md", 0), ("export.md", 5)])
+def test_keepsteps_commands_of_a_document_parse(document: str, count: int):
+    found = commands(document, "keepstep")
+    assert len(found) == count
+    for _, *arguments in found:
+        build_parser().parse_args(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+
+
+@pytest.mark.parametrize(("document", "count"), [("deployments.md", 4), ("kuberay.md", 1)])
+def test_runs_that_a_document_starts_are_of_deployments_and_their_settings_load(document: str, count: int):
+    found = commands(document, "prefect deployment run")
+    assert len(found) == count
+    for line in found:
+        flow, _, name = line[3].partition("/")
+        assert flow == "grpo-train" and name in TRAINING
+        given = dict(part.split("=", 1) for part in line if "=" in part)
+        overrides = json.loads(given.get("overrides", "{}"))
+        validate(load(name, [f"{key}={value}" for key, value in overrides.items()]))
+
+
+def test_the_document_tells_every_deployment_and_schedule():
+    text = (ROOT / "docs" / "deployments.md").read_text()
+    for name, one in DEPLOYMENTS.items():
+        flow = "checkpoint-audit" if name == "checkpoint-audit" else "grpo-train"
+        (row,) = re.findall(rf"^\| `{flow}/{name}` \|(.*)\|$", text, re.MULTILINE)
+        assert f"`{one['work_pool']['name']}`" in row
+        for schedule in one.get("schedules", []):
+            minute, hour, *_ = schedule["cron"].split()
+            switch = "on" if schedule["active"] else "off"
+            assert f"`{schedule['slug']}`, {int(hour):02d}:{int(minute):02d} {schedule['timezone']}, {switch}" in row
+    assert set(re.findall(r"^\| (\w+) \(a failure\)", text, re.MULTILINE)) == set(AUDIT_ENDS) - {"Completed"}
