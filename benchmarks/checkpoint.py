@@ -197,6 +197,7 @@ class Bench:
                 NUM_RANKS,
                 "cpu",
                 str(self.folder / "model"),
+                str(self.folder / "model"),
                 self.config.actor_rollout_ref.model,
                 actor,
                 self.config.actor_rollout_ref.ref,
@@ -206,7 +207,7 @@ class Bench:
                 120.0,
                 correction=self.config.algorithm.rollout_correction,
                 max_response_length=32,
-                has_reference=False,
+                needs_reference=False,
             )
             for rank in range(NUM_RANKS)
         ]

@@ -6,6 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from keepstep.actor.lora import add_adapters
 from keepstep.config.schema import FsdpConfig, ModelConfig
 
 
@@ -20,6 +21,8 @@ def build_model(model_dir: str, model: ModelConfig, fsdp: FsdpConfig, device: st
     with torch.device("meta"):
         found = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     found.config.use_cache = False
+    if model.lora_rank:
+        add_adapters(found, model)
     if model.enable_gradient_checkpointing:
         found.gradient_checkpointing_enable({"use_reentrant": False})
     policy = (

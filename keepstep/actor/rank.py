@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from keepstep.actor import shards
+from keepstep.actor import lora, shards
 from keepstep.actor.base_weights import BaseWeights
 from keepstep.actor.batch import Batch, pack
 from keepstep.actor.build import build_model
@@ -39,6 +39,9 @@ class RankSpec:
     world_size: int
     device: str
     model_dir: str
+    """Config and tokenizer."""
+    base_dir: str
+    """The base model's weights, which adapters need in every attempt."""
     model: ModelConfig
     actor: ActorConfig
     ref: RefConfig
@@ -48,7 +51,7 @@ class RankSpec:
     collective_timeout_s: float
     correction: RolloutCorrectionConfig
     max_response_length: int
-    has_reference: bool
+    needs_reference: bool
 
     @property
     def objective(self) -> Objective:
@@ -105,18 +108,21 @@ class Rank:
             timeout=timeout,
         )
         self.model = self._build()
-        self.reference = self._build().requires_grad_(False).eval() if spec.has_reference else None
+        # Without its adapters the policy is the reference.
+        apart = spec.needs_reference and not spec.model.lora_rank
+        self.reference = self._build().requires_grad_(False).eval() if apart else None
         optim = spec.actor.optim
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+            shards.trained(self.model).values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
 
     def load_initial(self, model_dir: str) -> None:
         """Policy and reference from the same base weights (safetensors of a Hugging Face folder)."""
-        weights = BaseWeights(Path(model_dir))
+        spec, weights = self.spec, BaseWeights(Path(model_dir))
         for model in filter(None, (self.model, self.reference)):
-            weights.fill(dict(model.named_parameters()), self.spec.rank, self.spec.world_size)
+            weights.fill(lora.base_parameters(model), spec.rank, spec.world_size)
+        lora.initialise(self.model, spec.seed, spec.rank, spec.world_size)
 
     def load_checkpoint(
         self, folder: str, staged: str | None = None, rebuild_scheduler_at: int | None = None
@@ -128,6 +134,8 @@ class Rank:
             rebuild_scheduler_at: the checkpoint's scheduler is lost: set it to this global step instead.
         """
         path, own = Path(folder), Path(staged) if staged else None
+        if self.spec.model.lora_rank:
+            self.load_initial(self.spec.base_dir)
         self._load(self.model, reader.read_role(path, reader.ACTOR, own))
         if self.reference is not None:
             self._load(self.reference, reader.read_role(path, reader.REF, own))
@@ -160,7 +168,7 @@ class Rank:
             CheckpointError: names or shapes differ and nothing may be left out.
         """
         source = reader.read_role(Path(folder), reader.ACTOR)
-        params = dict(self.model.named_parameters())
+        params = shards.trained(self.model)
         shapes = source.shapes()
         fitting = {name for name, param in params.items() if shapes.get(name) == tuple(param.shape)}
         left = sorted(params.keys() - fitting)
@@ -184,10 +192,13 @@ class Rank:
         return [[float(value) for value in row[: len(ids) - 1]] for ids, row in zip(prompts, found, strict=True)]
 
     def log_probs(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Log-probs of the batch's tokens before the update: {"old": [B, L-1], "ref": [B, L-1]} (with a reference)."""
+        """Log-probs of the batch's tokens before the update: {"old": [B, L-1], "ref": [B, L-1]} (if it is needed)."""
         found = {"old": self._log_probs(self.model, batch)}
         if self.reference is not None:
             found["ref"] = self._log_probs(self.reference, batch)
+        elif self.spec.needs_reference:
+            with lora.adapters_off(self.model):
+                found["ref"] = self._log_probs(self.model, batch)
         return found
 
     def update(self, batch: Batch, log_probs: dict[str, np.ndarray], mini_batches: list[list[int]]) -> dict[str, float]:
@@ -208,8 +219,7 @@ class Rank:
     def full_weights(self) -> dict[str, np.ndarray] | None:
         """The whole policy by parameter name on rank 0, None elsewhere."""
         weights: dict[str, np.ndarray] = {}
-        for name, param in self.model.named_parameters():
-            full = param.full_tensor().detach()  # type: ignore[attr-defined]
+        for name, full in lora.merged(self.model):
             if self.spec.rank == 0:
                 weights[name] = full.cpu().numpy()
         return weights if self.spec.rank == 0 else None
@@ -249,8 +259,10 @@ class Rank:
             group["lr"] = rate
 
     def _load(self, model: torch.nn.Module, source: reader.Source) -> None:
-        shards.check_names(model, source.names())
-        source.fill(dict(model.named_parameters()), self.spec.rank, self.spec.world_size)
+        every: dict[str, torch.Tensor] = dict(model.named_parameters())
+        params = shards.trained(model) if model is self.model else every
+        shards.check_names(params, source.names())
+        source.fill(params, self.spec.rank, self.spec.world_size)
 
     def _build(self) -> torch.nn.Module:
         spec = self.spec

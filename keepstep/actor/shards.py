@@ -7,7 +7,7 @@ hold nothing. Concatenating the ranks' arrays in order gives the full tensor, wi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +54,7 @@ def take_snapshot(
     Raises:
         AttributeError: a parameter is no DTensor: FSDP has it gathered, and its shards would not add up.
     """
-    params = dict(model.named_parameters())
+    params = trained(model)
     tensors = {name: local(param) for name, param in params.items()}
     held = {name: optimizer.state[param] for name, param in params.items() if param in optimizer.state}
     tensors |= {f"{key}/{name}": local(state[key]) for name, state in held.items() for key in OPTIMIZER_TENSORS}
@@ -102,11 +102,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def reference_snapshot(reference: torch.nn.Module) -> ReferenceSnapshot:
     params = {name: local(param).to("cpu", copy=True).numpy() for name, param in reference.named_parameters()}
-    return ReferenceSnapshot(params, full_shapes(reference))
+    return ReferenceSnapshot(params, {name: tuple(param.shape) for name, param in reference.named_parameters()})
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that learn, by name: what a checkpoint holds of a policy."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
 def full_shapes(model: torch.nn.Module) -> Shapes:
-    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+    return {name: tuple(param.shape) for name, param in trained(model).items()}
 
 
 def own_chunk(full: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
@@ -115,14 +120,13 @@ def own_chunk(full: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     return chunks[rank] if rank < len(chunks) else full[:0]
 
 
-def check_names(model: torch.nn.Module, names: set[str]) -> None:
+def check_names(params: Collection[str], names: set[str]) -> None:
     """
     Raises:
         KeyError: `names` are not exactly the model's parameters (both differences are named).
     """
-    params = set(dict(model.named_parameters()))
-    if params != names:
-        missing, unexpected = sorted(params - names), sorted(names - params)
+    if set(params) != names:
+        missing, unexpected = sorted(set(params) - names), sorted(names - set(params))
         raise KeyError(f"state dict does not match the model: missing {missing[:5]}, unexpected {unexpected[:5]}")
 
 
@@ -161,7 +165,7 @@ def optimizer_targets(
     A parameter that never got a gradient has no state in the checkpoint, and gets none.
     """
     targets: dict[str, torch.Tensor] = {}
-    for name, param in model.named_parameters():
+    for name, param in trained(model).items():
         if f"state.{name}.step" not in names:
             continue
         state: dict[str, torch.Tensor] = {"step": torch.zeros((), dtype=torch.float32)}

@@ -17,7 +17,7 @@ _SETTINGS: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref\.model\.(use_fused_kernels|use_liger|enable_activation_offload)",
         _STATE_DICT,
     ),
-    (r"actor_rollout_ref\.model\.lora_.*", "LoRA is not implemented; a full model is trained"),
+    (r"actor_rollout_ref\.model\.lora_.*", "adapters have lora_rank, lora_alpha and target_modules here; leave it out"),
     (
         r"actor_rollout_ref\.rollout\.(mode|free_cache_engine|enforce_eager|load_format)",
         "the engine sets it; leave it out",

@@ -159,6 +159,12 @@ class RefConfig(Section):
 class ModelConfig(Section):
     path: str = Field(...)
     """A Hugging Face folder. `made:char-qwen3` is the quickstart's, made on first use."""
+    lora_rank: NonNegativeInt = 0
+    """Train low-rank adapters of this rank on the frozen model; 0: train the whole model."""
+    lora_alpha: PositiveInt = 16
+    """The adapters count alpha / rank times."""
+    target_modules: str | list[str] = "all-linear"
+    """Modules that get one: `all-linear` or names, as [q_proj, v_proj]."""
     use_remove_padding: bool = False
     """Train on sequences that stand behind each other without padding."""
     enable_gradient_checkpointing: bool = False
@@ -398,9 +404,14 @@ class RunConfig(Section):
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
-    def has_reference(self) -> bool:
-        """Whether a frozen reference is held at all."""
+    def needs_reference(self) -> bool:
+        """Whether log-probs under a frozen reference are needed at all."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference is held, and saved, beside the policy; with adapters the policy without them is it."""
+        return self.needs_reference and not self.actor_rollout_ref.model.lora_rank
 
     @property
     def s3_enabled(self) -> bool:

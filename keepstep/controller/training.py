@@ -213,6 +213,7 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
             world_size=config.world_size,
             device=device,
             model_dir=model_dir,
+            base_dir=session.model_files(None) if config.actor_rollout_ref.model.lora_rank else model_dir,
             model=config.actor_rollout_ref.model,
             actor=actor,
             ref=config.actor_rollout_ref.ref,
@@ -222,7 +223,7 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
             collective_timeout_s=config.timeouts.collective_s,
             correction=config.algorithm.rollout_correction,
             max_response_length=config.data.max_response_length,
-            has_reference=config.has_reference,
+            needs_reference=config.needs_reference,
         )
         for rank in range(config.world_size)
     ]

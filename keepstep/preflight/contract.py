@@ -28,6 +28,9 @@ FATAL, CONFIRM, NOTE, FREE = "fatal", "confirm", "note", "free"
 FIELDS: dict[str, str] = {
     "model.fingerprint": FATAL,
     "actor_rollout_ref.model.path": NOTE,
+    "actor_rollout_ref.model.lora_rank": FATAL,
+    "actor_rollout_ref.model.lora_alpha": FATAL,
+    "actor_rollout_ref.model.target_modules": FATAL,
     "actor_rollout_ref.model.use_remove_padding": CONFIRM,
     "actor_rollout_ref.model.enable_gradient_checkpointing": CONFIRM,
     "trainer.init_from": NOTE,

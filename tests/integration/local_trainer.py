@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from keepstep.actor.rank import Rank, RankSpec
+from keepstep.actor.shards import trained
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.writer import SaveRequest, assemble, save
 from keepstep.config.load import load
@@ -39,7 +40,8 @@ BASE = [
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=64",
     "trainer.total_training_steps=4", "trainer.test_freq=-1", "actor_rollout_ref.actor.kl_loss_coef=0.05",
 ]  # fmt: skip
-A, ACTOR = "algorithm", "actor_rollout_ref.actor"
+A, ACTOR, MODEL = "algorithm", "actor_rollout_ref.actor", "actor_rollout_ref.model"
+LORA = [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{ACTOR}.optim.lr=0.01"]
 CASES: dict[str, list[str]] = {
     "grpo": [],
     "without std": [f"{A}.norm_adv_by_std_in_grpo=false"],
@@ -58,11 +60,12 @@ CASES: dict[str, list[str]] = {
     "token weights": [f"{A}.rollout_correction.rollout_is=token"],
     "sequence weights": [f"{A}.rollout_correction.rollout_is=sequence"],
     "several updates": [f"{ACTOR}.ppo_epochs=3"],
+    "lora": LORA,
+    "lora on some modules": [*LORA, f"{MODEL}.target_modules=[q_proj,v_proj]", f"{ACTOR}.use_kl_loss=false"],
     "dynamic sampling": [f"{A}.filter_groups.enable=true"],
     "overlong": ["reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=2",
                  f"{A}.mask_truncated=true"],
 }  # fmt: skip
-MODEL = "actor_rollout_ref.model"
 ENGINEERING: dict[str, list[str]] = {
     "one by one": [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"],
     "all at once": [f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"],
@@ -135,9 +138,9 @@ def build(config: RunConfig, model: str) -> Rank:
     """A rank of one, without weights."""
     rank = Rank(
         RankSpec(
-            0, 1, "cpu", model, config.actor_rollout_ref.model, config.actor_rollout_ref.actor,
+            0, 1, "cpu", model, model, config.actor_rollout_ref.model, config.actor_rollout_ref.actor,
             config.actor_rollout_ref.ref, 1.0, NUM_STEPS, config.trainer.seed, 60.0,
-            config.algorithm.rollout_correction, config.data.max_response_length, config.has_reference,
+            config.algorithm.rollout_correction, config.data.max_response_length, config.needs_reference,
         )
     )  # fmt: skip
     rank.connect("127.0.0.1", rank.listen("127.0.0.1"))
@@ -162,7 +165,7 @@ def digest(rank: Rank) -> str:
     found = hashlib.sha256(json.dumps(snapshot.rng, sort_keys=True, default=str).encode())
     for name in sorted(values):
         found.update(values[name].contiguous().view(torch.uint8).numpy().tobytes())
-    for _, parameter in rank.model.named_parameters():
+    for parameter in trained(rank.model).values():
         for moment in (rank.optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")):
             found.update(moment.to_local().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

@@ -39,7 +39,7 @@ def batch_of(step):
 def build(rank, world_size, port, micro, model_dir=None):
     actor = ActorConfig(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=micro, kl_loss_coef=0.01,
                         optim=dict(lr=1e-3, lr_warmup_steps=2, lr_scheduler_type="cosine"))
-    found = Rank(RankSpec(rank, world_size, "cpu", model_dir or sys.argv[1],
+    found = Rank(RankSpec(rank, world_size, "cpu", model_dir or sys.argv[1], sys.argv[1],
                           ModelConfig(path="-"), actor,
                           RefConfig(log_prob_micro_batch_size_per_gpu=64), 1.0, 6, 42, 120.0,
                           RolloutCorrectionConfig(), 4, actor.use_kl_loss))
@@ -181,7 +181,7 @@ def plain_step():
 def sharded_step(index, world_size, ports, out):
     # The same through a Rank: the old log-probs are the reference's, the policy is moved by the same amount.
     actor = ActorConfig(ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=5, kl_loss_coef=0.5)
-    rank = Rank(RankSpec(index, world_size, "cpu", sys.argv[1], ModelConfig(path="-"), actor,
+    rank = Rank(RankSpec(index, world_size, "cpu", sys.argv[1], sys.argv[1], ModelConfig(path="-"), actor,
                           RefConfig(log_prob_micro_batch_size_per_gpu=64), 1.0, 6, 42, 120.0,
                           RolloutCorrectionConfig(), 4, actor.use_kl_loss))
     rank.connect("127.0.0.1", ports[0])
