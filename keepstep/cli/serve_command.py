@@ -82,7 +82,8 @@ def server_command(
     given = [part for name, value in options.items() if value is not None for part in (name, str(value))]
     # Seeded requests crash the engine on a CPU when a prefill is split.
     cpu = ["--enforce-eager", "--no-enable-chunked-prefill"] if device == "cpu" else []
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    # `vllm serve` asks for the version of a package `vllm`, which its CPU build is not called.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     return [*command, "--served-model-name", served_name(folder), *cpu, *given, *passed_on]
 
 

@@ -38,7 +38,7 @@ def test_what_is_given_reaches_vllm_and_what_is_passed_on_wins():
     options = {"--port": 8001, "--tensor-parallel-size": None, "--gpu-memory-utilization": 0.5}
     command = server_command(Path("/runs/mine/export/step_20"), options, ["--port", "9"], "cuda")
     assert command == [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "/runs/mine/export/step_20",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "/runs/mine/export/step_20",
         "--served-model-name", "mine-step_20", "--port", "8001", "--gpu-memory-utilization", "0.5", "--port", "9",
     ]  # fmt: skip
 
