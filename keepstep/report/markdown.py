@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from keepstep.checkpoint.plan import ResumePlan
 from keepstep.doctor.evidence import Evidence, Row
@@ -11,11 +12,11 @@ from keepstep.doctor.finding import PROBLEM
 from keepstep.doctor.rules import Report, examine
 from keepstep.report import history, series
 from keepstep.report.chart import line_chart
-from keepstep.report.history import RUNNING, AttemptLife, CheckpointLife
+from keepstep.report.history import AttemptLife, CheckpointLife
 from keepstep.report.image import data_address
 from keepstep.report.page import SPARSE, Extras, duration_text, facts, showable, time_text
 
-MAX_ROWS = 20
+MAX_ROWS, MAX_QUOTES, MAX_QUOTE = 20, 5, 400
 IMAGE_BUCKETS = 120
 YES, NO = "✓", ""
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!$&])")
@@ -34,16 +35,22 @@ def state(evidence: Evidence, extras: Extras, links: Sequence[tuple[str, str]]) 
     top = list(facts(evidence, rows, attempts))
     parts = [
         f"**{text(report.state)}**",
-        table([[fact.name for fact in top], [f"**{text(fact.value)}** {text(fact.note)}" for fact in top]]),
+        table([["", "", ""], *([fact.name, f"**{text(fact.value)}**", text(fact.note)] for fact in top)]),
         reward_image(evidence, rows),
         "### What to do",
-        "\n".join(f"- {action}" for action in actions(evidence, report)),
+        bullets(actions(evidence, report)),
         "### Attempts",
         attempt_table(attempts),
+        bullets(f"attempt {a.number}: {text(a.message[:MAX_QUOTE])}" for a in reversed(attempts) if a.message),
         "### Checkpoints",
         checkpoint_table(lives),
+        bullets(
+            f"step {life.step} was rejected: {text(life.rejected.text('reason')[:MAX_QUOTE])}"
+            for life in reversed(lives)
+            if life.rejected
+        ),
         "### Where else to look",
-        "\n".join(f"- {text(what)}: `{where}`" for what, where in links),
+        bullets(f"{text(what)}: `{where}`" for what, where in links),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -76,7 +83,7 @@ def actions(evidence: Evidence, report: Report) -> Iterable[str]:
 
 def attempt_table(attempts: Sequence[AttemptLife]) -> str:
     """The newest attempts, newest first."""
-    head = ["attempt", "end", "began (UTC)", "lasted", "steps", "lost", "what was said"]
+    head = ["attempt", "end", "began (UTC)", "lasted", "steps", "lost"]
     rows = [
         [
             str(attempt.number),
@@ -85,7 +92,6 @@ def attempt_table(attempts: Sequence[AttemptLife]) -> str:
             duration_text(attempt.lasted_s),
             "" if attempt.first_step is None else f"{attempt.first_step} to {attempt.last_step}",
             str(attempt.num_lost),
-            text(attempt.message if attempt.end != RUNNING else ""),
         ]
         for attempt in reversed(attempts[-MAX_ROWS:])
     ]
@@ -95,15 +101,14 @@ def attempt_table(attempts: Sequence[AttemptLife]) -> str:
 def checkpoint_table(lives: Sequence[CheckpointLife]) -> str:
     """The newest checkpoints and those that stand, newest first, with where they are good."""
     standing = [life for life in lives if life.on_disk or life.in_store or life.rejected][-MAX_ROWS:]
-    head = ["step", "here", "verified here", "in the store", "", "trouble"]
+    head = ["step", "here", "verified here", "in the store", ""]
     rows = [
         [
             str(life.step),
             YES if life.on_disk else NO,
             YES if life.on_disk and life.is_good else NO,
             YES if life.in_store else NO,
-            ", ".join(life.marks),
-            text(f"rejected: {life.rejected.text('reason')}") if life.rejected else "",
+            ", ".join([*life.marks, *(["rejected"] if life.rejected and not life.is_good else [])]),
         ]
         for life in reversed(standing)
     ]
@@ -135,6 +140,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; the first row is its head. Cells are Markdown already."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """At most `MAX_QUOTES` lines as a list. They are Markdown already."""
+    return "\n".join(f"- {line}" for line in islice(lines, MAX_QUOTES))
 
 
 def text(value: str) -> str:
