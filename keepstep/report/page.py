@@ -198,20 +198,18 @@ def timing_chart(rows: Sequence[Row], cuts: Sequence[int]) -> Chart | None:
 
 
 def wall_time_chart(evidence: Evidence, attempts: Sequence[AttemptLife]) -> Chart | None:
-    """Step over time, one line per attempt."""
-    ends = {attempt.number: attempt.end for attempt in attempts}
-    trails = []
-    for attempt in evidence.attempts[-MAX_TRAILS:]:
-        points = [
-            (row.time.timestamp(), row.step or 0)
-            for row in attempt.events
-            if row.kind in ("step", "resumed", "initialised") and row.time is not None
-        ]
-        if points:
-            end, began = ends[attempt.number], attempt.events[0].time
-            begin = (began.timestamp() if began else points[0][0], points[0][1])
-            kept = (begin, *points[:: max(1, len(points) // TRAIL_POINTS)], points[-1])
-            trails.append(Trail(f"attempt {attempt.number}, {end}", f"is-{end}", kept))
+    """Step over time, one line per attempt from its start to its end; flat while no step is finished."""
+    trails, stands_at = [], 0
+    for own, life in zip(evidence.attempts[-MAX_TRAILS:], attempts[-MAX_TRAILS:], strict=True):
+        rows = [row for row in own.events if row.kind in ("step", "resumed", "initialised") and row.time is not None]
+        if rows:
+            stands_at = (rows[0].step or 0) - (rows[0].kind == "step")
+        points = [(row.time.timestamp(), row.step or 0) for row in rows if row.time is not None]
+        begin = [(life.began.timestamp(), stands_at)] if life.began else []
+        stands_at = points[-1][1] if points else stands_at
+        end = [(life.ended.timestamp(), stands_at)] if life.ended else []
+        if kept := (*begin, *points[:: max(1, len(points) // TRAIL_POINTS)], *points[-1:], *end):
+            trails.append(Trail(f"attempt {life.number}, {life.end}", f"is-{life.end}", kept))
     return progress_chart("Steps over time", trails) if trails else None
 
 

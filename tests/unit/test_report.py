@@ -16,7 +16,7 @@ from keepstep.cli.main import main
 from keepstep.doctor.evidence import Line, Row, gather
 from keepstep.report import history, series
 from keepstep.report.chart import HEIGHT, WIDTH, line_chart, nice_ticks, number_text, stacked_chart
-from keepstep.report.page import bytes_text, duration_text, most_telling
+from keepstep.report.page import bytes_text, duration_text, most_telling, wall_time_chart
 from keepstep.report.samples import spread
 from keepstep.run import RunDir, write_json
 from tests.faults.seen import DATA, names
@@ -314,3 +314,22 @@ def test_texts_of_numbers():
     assert numbers == ["0", "0.5", "123456", "6.91e-06", "2e+09"]
     assert [bytes_text(n) for n in (5, 2048, 5 * 2**30)] == ["5 B", "2 KiB", "5 GiB"]
     assert spread(range(100), 4) == [0, 33, 66, 99] and spread([1, 2], 4) == [1, 2]
+
+
+def test_an_attempt_without_a_step_is_a_flat_line_where_the_run_stood(tmp_path: Path):
+    """Ten steps, an attempt that fails at its start, and one that goes on: time is lost, and no step."""
+    story = report_runs.Story(20)
+    story.start()
+    story.steps(1, 10)
+    story.end("preempted", **{"class": "preempted", "message": "bye"})
+    story.start()
+    story.end("failed", **{"class": "no_progress", "message": "Ray did not start"})
+    story.start(10)
+    story.steps(11, 20)
+    story.end("finished", step=20)
+    evidence = gather(story.write(tmp_path / "run"))
+    chart = wall_time_chart(evidence, history.attempts(evidence))
+    assert chart is not None and [mark.css for mark in chart.marks] == ["is-preempted", "is-failed", "is-finished"]
+    first, flat, last = (coordinates(mark.line) for mark in chart.marks)
+    assert first[0] == (0, HEIGHT) and last[-1] == (WIDTH, 0)
+    assert {y for _, y in flat} == {HEIGHT / 2} and flat[-1][0] > flat[0][0]
