@@ -35,7 +35,7 @@ def state(evidence: Evidence, extras: Extras, links: Sequence[tuple[str, str]]) 
     top = list(facts(evidence, rows, attempts))
     parts = [
         f"**{text(report.state)}**",
-        table([["", "", ""], *([fact.name, f"**{text(fact.value)}**", text(fact.note)] for fact in top)]),
+        table([["", "now", ""], *([fact.name, f"**{text(fact.value)}**", text(fact.note)] for fact in top)]),
         reward_image(evidence, rows),
         "### What to do",
         bullets(actions(evidence, report)),
