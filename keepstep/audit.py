@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.attempts import check_fence, claim
 from keepstep.checkpoint.history import uploaded_steps
-from keepstep.checkpoint.inventory import decide_for, waiting_steps
+from keepstep.checkpoint.inventory import decide_for, is_confirmed, waiting_steps
 from keepstep.checkpoint.inventory import retire as retire_on_disk
 from keepstep.checkpoint.verify import Verdict, verify
 from keepstep.config.load import load
@@ -92,7 +92,7 @@ def audit(run: RunDir) -> RunAudit:
         retired, notes = _retire(run, config, looks, None)
         return RunAudit(str(run.root), looks, retired, notes)
     with _store(config, run) as remote:
-        looks += look_at_store(run, remote)
+        looks += look_at_store(config, run, remote)
         retired, notes = _retire(run, config, looks, remote)
     return RunAudit(str(run.root), looks, retired, notes)
 
@@ -108,12 +108,20 @@ def look_at_disk(run: RunDir) -> list[Look]:
     return looks
 
 
-def look_at_store(run: RunDir, remote: RemoteRun) -> list[Look]:
-    """Every step with a manifest, object by object, and those that were confirmed once and are not there any more."""
+def look_at_store(config: RunConfig, run: RunDir, remote: RemoteRun) -> list[Look]:
+    """Every step with a manifest, object by object, and those that were confirmed once and are not there any more.
+
+    An attempt may upload and retire meanwhile; what it retires loses its record first, then its manifest.
+    """
+    confirmed = [step for step in uploaded_steps(run) if is_confirmed(config, run, step)]
     stored = remote.steps()
-    looks = [_look(step, STORE, remote.verify(step)) for step in stored]
+    looks = []
+    for step in stored:
+        found = remote.verify(step)
+        if found.resumable or remote.manifest_bytes(step) is not None:
+            looks.append(_look(step, STORE, found))
     lost = "the store had confirmed it, and has no manifest of it now"
-    looks += [Look(step, STORE, 0, [lost]) for step in uploaded_steps(run) if step not in stored]
+    looks += [Look(step, STORE, 0, [lost]) for step in confirmed if step not in stored and run.upload(step).is_file()]
     return sorted(looks, key=lambda look: look.step)
 
 

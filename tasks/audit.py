@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from prefect import Task, task
@@ -14,6 +15,7 @@ from keepstep.errors import StorageError
 from keepstep.run import RunDir
 
 RETRIES, RETRY_DELAY_S = 2, 60.0
+LEAST_URGENT = 19
 
 
 def _store_may_answer(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -35,6 +37,8 @@ def _store_may_answer(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -
 )
 def audit_run(folder: str) -> RunAudit:
     """Verify every checkpoint of the run in `folder` and apply its retention. Raises what `keepstep.audit` raises."""
+    # Reading goes on beside whatever trains here, and comes second.
+    os.nice(LEAST_URGENT)
     found = audit(RunDir.at(folder))
     get_run_logger().info(
         "%d checkpoints, %d damaged, %d retired", len(found.looks), len(found.bad), len(found.retired)

@@ -200,7 +200,7 @@ def test_an_audit_looks_into_the_store_and_retires_there_what_no_rule_keeps(tmp_
     assert in_store(lambda remote: remote.steps()) == [40]
 
     in_store(lambda remote: remote.store.delete(step_key(40, layout.OPTIMIZER)))
-    write_json(run.upload(20), {"step": 20})
+    write_json(run.upload(20), {"step": 20, "bucket": servers.BUCKET, "prefix": run.default_s3_prefix})
     bad = audit(run).bad
     assert [(look.step, look.place) for look in bad] == [(20, "store"), (40, "store")]
     assert "had confirmed it" in bad[0].problems[0]

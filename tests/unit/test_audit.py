@@ -10,8 +10,9 @@ import pytest
 
 from keepstep import audit as auditing
 from keepstep.attempts import Attempt
-from keepstep.audit import AUDIT_ENDS, Look, RunAudit, audit, conclude, find_runs, look_at_disk, report
+from keepstep.audit import AUDIT_ENDS, Look, RunAudit, audit, conclude, find_runs, look_at_disk, look_at_store, report
 from keepstep.checkpoint import layout
+from keepstep.checkpoint.verify import Verdict
 from keepstep.config.load import load, to_yaml
 from keepstep.errors import ConfigError
 from keepstep.events.log import EventLog, read_jsonl
@@ -92,6 +93,42 @@ def test_a_run_that_is_held_keeps_everything(run: RunDir):
     assert run.steps() == list(STEPS) and found.retired == []
     assert "left to it" in found.notes[0]
     assert audit(run).retired != []
+
+
+class Store:
+    """A run's side of a store in which steps 20 and 40 stand, of which another process retires one meanwhile."""
+
+    def __init__(self, run: RunDir, retired: int | None) -> None:
+        self.run, self.retired = run, retired
+
+    def steps(self) -> list[int]:
+        return [20, 40]
+
+    def verify(self, step: int) -> Verdict:
+        if step == self.retired:
+            return Verdict(Path("s3"), "rejected", ["manifest.json is not there"], step)
+        return Verdict(Path("s3"), "verified", [], step, num_bytes=7)
+
+    def manifest_bytes(self, step: int) -> bytes | None:
+        return None if step == self.retired else b"{}"
+
+
+@pytest.mark.parametrize(
+    ("retired", "record", "expected"),
+    [
+        (None, "here", {20: [], 40: [], 60: ["the store had confirmed it, and has no manifest of it now"]}),
+        (40, "here", {20: [], 60: ["the store had confirmed it, and has no manifest of it now"]}),
+        # Confirmed by the store of before, which is not the one that is configured now.
+        (None, "another", {20: [], 40: []}),
+    ],
+)
+def test_what_the_store_lost_is_told_from_what_was_retired(
+    run: RunDir, retired: int | None, record: str, expected: dict[int, list[str]]
+):
+    config = load("quickstart", ["s3.embedded=false", "s3.bucket=here", "s3.prefix=p"])
+    write_json(run.upload(60), {"step": 60, "bucket": record, "prefix": "p"})
+    looks = look_at_store(config, run, Store(run, retired))  # type: ignore[arg-type]
+    assert {look.step: look.problems for look in looks} == expected
 
 
 def test_runs_are_found_by_folder_and_by_glob(run: RunDir, tmp_path: Path):
