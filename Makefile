@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 chaos doctor-fixtures against-others help
+.PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes options unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 chaos doctor-fixtures against-others help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -39,6 +39,9 @@ exact-%: setup  ## one kill by itself: rank, engine, hung_rank, hung_engine, con
 
 exact: setup  ## all single kills and the choice of a retry, some twenty minutes
 	$(BIN)/python -m pytest tests/integration/test_single_kills.py tests/integration/test_retry_choice.py -m long $(ARGS)
+
+options: setup  ## options of the algorithm through the real entry point: killed, each ends as its undisturbed run
+	$(BIN)/python -m pytest tests/integration/test_option_runs.py -m long $(ARGS)
 
 unattended: setup  ## flow processes, workers and the whole platform killed; they come back by themselves
 	$(BIN)/python -m pytest tests/integration/test_unattended.py -m "long or not long" $(ARGS)

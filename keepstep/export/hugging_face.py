@@ -21,6 +21,7 @@ from keepstep.checkpoint.safetensors_headers import SafetensorsFile
 from keepstep.checkpoint.verify import Verdict, verify
 from keepstep.errors import CheckpointError, ConfigError, NoRoomError
 from keepstep.export import safetensors_stream
+from keepstep.export.adapters import merged
 from keepstep.export.card import model_card
 from keepstep.export.model import Expected, expected
 from keepstep.export.tensors import FileTensors
@@ -66,10 +67,10 @@ def export(
         raise CheckpointError(f"{checkpoint} is not exported: {verdict.reasons[0]}", "Take a checkpoint that verifies.")
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists.", "Name a folder that does not.")
-    policy = open_policy(checkpoint)
+    base = base_folder(checkpoint)
+    policy = _whole_policy(checkpoint, base)
     model = expected(policy.model_files)
     tensors = FileTensors(policy.weights, model, DTYPES[dtype], str(checkpoint))
-    base = base_folder(checkpoint)
     compared = compare_with_base(tensors, model, base) if base else None
     _check_room(target.parent, num_bytes(tensors))
     # Hidden until it is whole.
@@ -104,7 +105,7 @@ def check_exportable(checkpoint: Path) -> None:
     Raises:
         CheckpointError: a tensor is missing, unexpected or of another shape.
     """
-    policy = open_policy(checkpoint)
+    policy = _whole_policy(checkpoint, base_folder(checkpoint))
     FileTensors(policy.weights, expected(policy.model_files), torch.float32, str(checkpoint))
 
 
@@ -185,6 +186,12 @@ def compare_with_base(tensors: FileTensors, model: Expected, base: Path) -> dict
         "dtypes": sorted({shard.dtype for shard in own.values()}),
         "unused": sorted(own.keys() - shapes.keys()),
     }
+
+
+def _whole_policy(checkpoint: Path, base: Path | None) -> Policy:
+    config = _config(checkpoint)
+    model = config.get("actor_rollout_ref", {}).get("model", {})
+    return merged(open_policy(checkpoint), base, model, checkpoint)
 
 
 def _write_small(

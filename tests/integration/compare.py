@@ -16,7 +16,8 @@ COUNTERS = ("global_step", "epoch", "dataloader_state", "num_updates", "num_resp
 def differences(first: Path, second: Path) -> list[str]:
     """What differs between two checkpoints: every tensor of actor/ and ref/ to the byte, the counters, the metrics."""
     found = []
-    for name in layout.TENSOR_FILES:
+    # Without a reference, or with adapters, there is no ref/ in either.
+    for name in (name for name in layout.TENSOR_FILES if (first / name).exists() or (second / name).exists()):
         mine, other = (torch.load(folder / name, weights_only=True) for folder in (first, second))
         found += [f"{name}: {difference}" for difference in _compare(mine, other, "")]
     mine, other = (json.loads((folder / layout.TRAINER_STATE).read_text()) for folder in (first, second))

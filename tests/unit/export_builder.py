@@ -76,14 +76,16 @@ def write_base(folder: Path, model: Any, generation: str | None = GENERATION) ->
     return folder
 
 
-def write_checkpoint(root: Path, model: Any, base: Path, step: int = 20, layout: str = "full") -> Path:
+def write_checkpoint(
+    root: Path, model: Any, base: Path, step: int = 20, layout: str = "full", **model_settings: Any
+) -> Path:
     """A verified checkpoint of a run below `root`, whose policy is `model`; two ranks wrote it."""
     run = RunDir.at(root / "run")
     if not run.has_record():
         write_json(run.record, {"run_id": "run-a"})
     shards = [_snapshot(model, rank) for rank in range(2)]
     config = {
-        "actor_rollout_ref": {"model": {"path": str(base)}, "rollout": {"n": 8}},
+        "actor_rollout_ref": {"model": {"path": str(base), **model_settings}, "rollout": {"n": 8}},
         "trainer": {"output_dir": str(run.root), "experiment_name": "mine", "seed": 42},
     }
     request = builder.request(run, step, model_files=str(base), config_yaml=yaml.safe_dump(config))

@@ -1,0 +1,54 @@
+"""Options through the real entry point: killed in the middle, each ends as its undisturbed run. `make options`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keepstep.export.hugging_face import export
+from tests.integration.compare import differences
+from tests.integration.driver import Driver
+
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+STEPS, SAVED, STRUCK = 12, 6, 9
+BASE = [
+    f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={SAVED}", "trainer.test_freq=6", "s3.embedded=false",
+    "retry.delays_s=[0.2]", "recovery.in_place=false", "resume.prefer_multiple=6",
+]  # fmt: skip
+A, MODEL, ACTOR, ROLLOUT = "algorithm", *(f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))
+CASES = {
+    "lora": [f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=16", f"{ACTOR}.optim.lr=0.005"],
+    "dynamic": [
+        f"{A}.filter_groups.enable=true", f"{ACTOR}.ppo_epochs=2", f"{ROLLOUT}.num_engines=2",
+        f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio=0.02",
+    ],
+    "packed": [
+        f"{MODEL}.use_remove_padding=true", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1024",
+        f"{A}.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=false", f"{ACTOR}.entropy_coeff=0.001",
+        "reward_model.num_workers=1", f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.temperature=1.0",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_killed_it_ends_as_the_undisturbed_run(workspace: Path, name: str):
+    """C122: tensors, counters, rewards and kept rollouts, to the byte; the end can be exported."""
+    whole = Driver(workspace / f"{name}_whole", [*BASE, *CASES[name]])
+    assert whole.run_to_end() == 0, whole.tail()
+    hit = Driver(workspace / f"{name}_hit", [*BASE, *CASES[name]])
+    hit.start()
+    hit.wait_for_verified(SAVED)
+    hit.wait_for_step(STRUCK)
+    hit.kill("rank", 1)
+    assert hit.wait(240) == 0, hit.tail()
+    assert [event["step"] for event in hit.events() if event["event"] == "resumed"] == [SAVED]
+    final, expected = hit.run.checkpoint(STEPS), whole.run.checkpoint(STEPS)
+    assert differences(final, expected) == []
+    assert hit.rewards() == whole.rewards()
+    kept = sorted(path.name for path in whole.run.rollouts.iterdir())
+    assert kept == ["step_0.parquet", "step_12.parquet", "step_6.parquet"]
+    assert all((hit.run.rollouts / file).read_bytes() == (whole.run.rollouts / file).read_bytes() for file in kept)
+    report = export(final, workspace / f"{name}_export")
+    assert report["loaded"] and report["num_tensors"] == 24
