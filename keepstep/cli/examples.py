@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
+    "keepstep": (
+        "keepstep run trainer.output_dir=runs/mine",
+        "keepstep ls runs/mine",
+        "keepstep report runs/mine",
+    ),
     "keepstep run": (
         "keepstep run",
         "keepstep run --config my.yaml trainer.output_dir=runs/mine trainer.total_training_steps=400",
@@ -36,6 +41,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "keepstep serve runs/mine/checkpoints/latest --port 8000",
         "keepstep serve /models/mine-100 --tensor-parallel-size 2 -- --max-model-len 4096",
     ),
+    "keepstep dataset": ("keepstep dataset check data/train.parquet --expect-rows 7473",),
     "keepstep dataset check": (
         "keepstep dataset check 'data/*.parquet' --run runs/mine",
         "keepstep dataset check s3://bucket/train.parquet --expect-rows 7473 --deep",

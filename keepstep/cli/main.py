@@ -77,7 +77,11 @@ def _cut(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="keepstep", description="GRPO training that survives preemption", allow_abbrev=False
+        prog="keepstep",
+        description="GRPO training that survives preemption",
+        allow_abbrev=False,
+        epilog=epilog("keepstep"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"keepstep {keepstep.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -247,7 +251,10 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_dataset(commands: argparse._SubParsersAction) -> None:
-    dataset = commands.add_parser("dataset", help="parquet data sets", allow_abbrev=False)
+    dataset = commands.add_parser(
+        "dataset", help="parquet data sets", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    dataset.epilog = epilog(dataset.prog)
     actions = dataset.add_subparsers(metavar="ACTION", required=True)
     check = _add(
         actions, "check", "dataset_command.check", "count the rows of parquet files, held against what is expected"

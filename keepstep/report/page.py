@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from keepstep.doctor.evidence import Evidence, Row
 from keepstep.doctor.finding import PROBLEM, Finding
@@ -16,6 +17,9 @@ from keepstep.report import history, series
 from keepstep.report.chart import Chart, Trail, line_chart, number_text, progress_chart, stacked_chart
 from keepstep.report.history import RUNNING, AttemptLife, CheckpointLife
 from keepstep.report.samples import StepSamples
+
+if TYPE_CHECKING:
+    import jinja2
 
 CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("critic/rewards/mean", "val/reward/mean")),
@@ -296,6 +300,11 @@ def environment(evidence: Evidence) -> Iterable[tuple[str, str]]:
 
 def render(page: Page) -> str:
     """The page as one HTML document."""
+    return _template().render(page=page)
+
+
+@cache
+def _template() -> jinja2.Template:
     import jinja2
 
     environment = jinja2.Environment(
@@ -306,7 +315,7 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
         finalize=_shown,
     )
-    return environment.get_template("report.html.j2").render(page=page)
+    return environment.get_template("report.html.j2")
 
 
 def _shown(value: Any) -> Any:

@@ -10,11 +10,9 @@ from keepstep.cli.examples import EXAMPLES
 from keepstep.cli.main import _cut, build_parser
 from tests.architecture.test_cli_surface import SURFACE
 
-GROUPS = ("keepstep", "keepstep dataset")
-
 
 def test_every_command_has_examples():
-    assert sorted(EXAMPLES) == sorted(set(SURFACE) - set(GROUPS))
+    assert sorted(EXAMPLES) == sorted(SURFACE)
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
