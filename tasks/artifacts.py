@@ -33,7 +33,7 @@ from keepstep.cli.report_command import extras
 from keepstep.config.schema import RunConfig
 from keepstep.doctor.evidence import gather, is_run
 from keepstep.report.markdown import resume_rows, state
-from keepstep.report.page import duration_text
+from keepstep.report.texts import duration_text
 from keepstep.run import RunDir
 
 Event = dict[str, Any]

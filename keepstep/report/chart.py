@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from keepstep.report.series import Bucket, Series
+from keepstep.report.texts import number_text
 
 WIDTH, HEIGHT = 1000, 400
 NUM_TICKS = 4
@@ -156,13 +157,6 @@ def nice_ticks(low: float, high: float, num: int = NUM_TICKS) -> list[float]:
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [number * step for number in range(first, last + 1)]
-
-
-def number_text(value: float) -> str:
-    """Four digits; with an exponent, where there must be one, three."""
-    if 1e4 <= abs(value) < 1e6:
-        return f"{value:.0f}"
-    return f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def _plane(buckets: Sequence[Bucket], ticks: Sequence[float]) -> _Plane:

@@ -14,7 +14,8 @@ from keepstep.report import history, series
 from keepstep.report.chart import line_chart
 from keepstep.report.history import AttemptLife, CheckpointLife
 from keepstep.report.image import data_address
-from keepstep.report.page import SPARSE, Extras, duration_text, facts, showable, time_text
+from keepstep.report.page import Extras, facts
+from keepstep.report.texts import duration_text, showable, time_text
 
 MAX_ROWS, MAX_QUOTES, MAX_QUOTE = 20, 5, 400
 IMAGE_BUCKETS = 120
@@ -58,12 +59,12 @@ def state(evidence: Evidence, extras: Extras, links: Sequence[tuple[str, str]]) 
 def reward_image(evidence: Evidence, rows: Sequence[Row]) -> str:
     """The reward by step as an image; nothing before the first step."""
     width = series.width(rows, IMAGE_BUCKETS)
-    names = ("critic/rewards/mean", *SPARSE)
+    names = ("critic/rewards/mean", "val/reward/mean")
     found = [one for name in names if (one := series.series(rows, name, width)) is not None]
     if not found:
         return ""
     cuts = [rewind.to for rewind in history.rewinds(evidence.events)]
-    return f"![reward by step]({data_address(line_chart('Reward', found, cuts, SPARSE))})"
+    return f"![reward by step]({data_address(line_chart('Reward', found, cuts, names[1:]))})"
 
 
 def actions(evidence: Evidence, report: Report) -> Iterable[str]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +11,10 @@ from keepstep.doctor.evidence import Evidence, Row
 from keepstep.doctor.finding import PROBLEM, Finding
 from keepstep.doctor.rules import examine
 from keepstep.report import history, series
-from keepstep.report.chart import Chart, Trail, line_chart, number_text, progress_chart, stacked_chart
+from keepstep.report.chart import Chart, Trail, line_chart, progress_chart, stacked_chart
 from keepstep.report.history import RUNNING, AttemptLife, CheckpointLife
 from keepstep.report.samples import StepSamples
+from keepstep.report.texts import JOIN, bytes_text, duration_text, showable, time_text, value_text
 
 if TYPE_CHECKING:
     import jinja2
@@ -34,7 +32,10 @@ CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Engine against trainer, log-probs", ("rollout/logprob_gap_max",)),
     ("Learning rate", ("actor/lr",)),
 )
-SPARSE = ("val/reward/mean",)
+FAMILIES = (("Validation, best of k", "val/pass@"), ("Parts of the reward", "reward/"))
+"""Metrics whose names depend on the settings, by their beginning."""
+SPARSE = "val/"
+"""How the names of metrics begin that few steps have."""
 TIMING, WHOLE_STEP = "timing_s/", "timing_s/step"
 MAX_ACTS = 7
 """Parts of a step with a colour of their own."""
@@ -42,12 +43,6 @@ MAX_OTHER_CHARTS, OTHER_BUCKETS = 48, 80
 MAX_ROWS = 200
 """Rows of a table; of attempts and checkpoints there may be thousands."""
 MAX_TRAILS, TRAIL_POINTS = 150, 80
-MAX_TEXT = 4000
-_JOIN = "\u00a0"
-"""A space at which no line breaks."""
-_USER_OF_URL = re.compile(r"://[^/@\s]+@")
-_UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters, and those that turn the direction of what follows."""
 
 
 @dataclass(frozen=True)
@@ -167,18 +162,20 @@ def time_left_s(evidence: Evidence) -> float | None:
 
 def curves(rows: Sequence[Row], cuts: Sequence[int]) -> Iterable[Chart]:
     """The charts that are always looked at, where the run has their metrics."""
-    width = series.width(rows)
-    for title, names in CURVES:
+    width, there = series.width(rows), series.names(rows)
+    families = [(title, [name for name in there if name.startswith(start)]) for title, start in FAMILIES]
+    for title, names in (*CURVES, *families):
         found = [one for name in names if (one := series.series(rows, name, width)) is not None]
         if found:
-            yield line_chart(title, found, cuts, SPARSE)
+            yield line_chart(title, found, cuts, [name for name in names if name.startswith(SPARSE)])
 
 
 def other_curves(rows: Sequence[Row], cuts: Sequence[int]) -> Iterable[Chart]:
     """Every metric that has no place of its own."""
     placed = {name for _, names in CURVES for name in names}
     width = series.width(rows, OTHER_BUCKETS)
-    others = [name for name in series.names(rows) if name not in placed and not name.startswith(TIMING)]
+    starts = (TIMING, *(start for _, start in FAMILIES))
+    others = [name for name in series.names(rows) if name not in placed and not name.startswith(starts)]
     for name in others[:MAX_OTHER_CHARTS]:
         found = series.series(rows, name, width)
         if found is not None:
@@ -221,7 +218,7 @@ def attempt_cells(attempt: AttemptLife) -> dict[str, str]:
     """One row of the table of attempts."""
     steps = "none"
     if attempt.first_step is not None and attempt.last_step is not None:
-        steps = f"{attempt.first_step}{_JOIN}to{_JOIN}{attempt.last_step}"
+        steps = f"{attempt.first_step}{JOIN}to{JOIN}{attempt.last_step}"
     why = attempt.failure_class if attempt.failure_class != attempt.end else ""
     gap = attempt.until_next_step_s
     return {
@@ -323,46 +320,6 @@ def _shown(value: Any) -> Any:
     if type(value) is not str:
         return value
     return showable(value)
-
-
-def showable(text: str) -> str:
-    """Text of a run without the credentials of an address, and without what is no text."""
-    return _USER_OF_URL.sub("://…@", _UNSHOWN.sub("\ufffd", text)).encode("utf-8", "replace").decode()
-
-
-def time_text(moment: datetime | None) -> str:
-    return "" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def duration_text(seconds: float | None) -> str:
-    """Two units at most: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
-    if seconds is None:
-        return ""
-    if seconds < 10:
-        return f"{max(seconds, 0.0):.1f}{_JOIN}s"
-    whole = int(seconds)
-    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= unit_s:
-            rest = whole % unit_s // part_s
-            return f"{whole // unit_s}{_JOIN}{unit}" + (f"{_JOIN}{rest}{_JOIN}{part}" if rest else "")
-    return f"{whole}{_JOIN}s"
-
-
-def bytes_text(num_bytes: float) -> str:
-    """In the largest binary unit of which there is one."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"
-
-
-def value_text(value: Any) -> str:
-    """A JSON value on one line."""
-    if isinstance(value, float):
-        return number_text(value)
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
 
 
 def _pairs(value: Any) -> tuple[tuple[str, str], ...]:

@@ -15,9 +15,10 @@ import pytest
 from keepstep.cli.main import main
 from keepstep.doctor.evidence import Line, Row, gather
 from keepstep.report import history, series
-from keepstep.report.chart import HEIGHT, WIDTH, line_chart, nice_ticks, number_text, stacked_chart
-from keepstep.report.page import bytes_text, duration_text, most_telling, wall_time_chart
+from keepstep.report.chart import HEIGHT, WIDTH, line_chart, nice_ticks, stacked_chart
+from keepstep.report.page import curves, most_telling, other_curves, wall_time_chart
 from keepstep.report.samples import spread
+from keepstep.report.texts import bytes_text, duration_text, number_text
 from keepstep.run import RunDir, write_json
 from tests.faults.seen import DATA, names
 from tests.unit import report_runs
@@ -333,3 +334,22 @@ def test_an_attempt_without_a_step_is_a_flat_line_where_the_run_stood(tmp_path: 
     first, flat, last = (coordinates(mark.line) for mark in chart.marks)
     assert first[0] == (0, HEIGHT) and last[-1] == (WIDTH, 0)
     assert {y for _, y in flat} == {HEIGHT / 2} and flat[-1][0] > flat[0][0]
+
+
+def test_metrics_named_by_settings_share_a_chart(tmp_path: Path):
+    """pass@k of a validation as points, parts of the reward as lines; neither stands among the others."""
+    story = report_runs.Story(40)
+    story.start()
+    story.steps(1, 40)
+    for row_of in story.metrics:
+        row_of |= {"reward/format/mean": 0.5, "reward/answer/mean": 0.25}
+        row_of |= {"val/pass@2": 0.6, "val/pass@4": 0.8} if row_of["step"] % 20 == 0 else {}
+    rows = series.last_rows(gather(story.write(tmp_path / "run")).metrics)
+    by_title = {chart.title: chart for chart in curves(rows, [])}
+    assert [mark.label for mark in by_title["Validation, best of k"].marks] == ["val/pass@2", "val/pass@4"]
+    assert all(mark.dots for mark in by_title["Validation, best of k"].marks)
+    assert [mark.label for mark in by_title["Parts of the reward"].marks] == [
+        "reward/format/mean",
+        "reward/answer/mean",
+    ]
+    assert [chart.title for chart in other_curves(rows, [])] == ["made/of_its_own"]
