@@ -100,6 +100,11 @@ class RankGroup:
         self._supervisor.gather(calls, self._timeouts.step_s, "gathering weights")
         return references[0]
 
+    def fetch_weights(self) -> dict[str, np.ndarray]:
+        """The full weights themselves."""
+        calls = [("rank 0", self.full_weights())]
+        return self._supervisor.gather(calls, self._timeouts.step_s, "fetching weights")[0]
+
     def learning_rate(self) -> float:
         calls = [("rank 0", self.actors[0].learning_rate.remote())]
         return self._supervisor.gather(calls, self._timeouts.step_s, "learning rate")[0]

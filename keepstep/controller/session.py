@@ -9,9 +9,9 @@ import os
 import platform
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keepstep
 from keepstep import reaper, waivers
@@ -53,6 +53,9 @@ from keepstep.run import RunDir, write_atomic, write_json
 from keepstep.storage.protocol import DamagedObjectError
 from keepstep.storage.remote import object_key, sweep_downloads
 
+if TYPE_CHECKING:
+    from keepstep.controller.trainer import Trainer
+
 Record = dict[str, Any]
 NO_REFERENCE = "its reference is damaged, and neither this disk, nor the model, nor the store has it whole"
 MAX_NUMBERS = 10
@@ -60,9 +63,17 @@ MAX_NUMBERS = 10
 
 
 def run_attempt(
-    config: RunConfig, *, flow: ProcessRef | None = None, listeners: Sequence[Listener] = (), watch_stdin: bool = False
+    config: RunConfig,
+    *,
+    flow: ProcessRef | None = None,
+    listeners: Sequence[Listener] = (),
+    watch_stdin: bool = False,
+    on_loop: Callable[[Trainer], None] = lambda _: None,
 ) -> Record:
     """Train `config`'s run to its end in this process and return result.json's content.
+
+    Args:
+        on_loop: given the loop before its first step.
 
     Raises:
         KeepstepError: how the attempt failed; it stands in attempts/<n>.json as well.
@@ -75,7 +86,9 @@ def run_attempt(
         if config.trainer.debug:
             return debug_attempt(start, listeners, watch_stdin)
         attempt = acquire(start, flow)
-        return Session(start, attempt, listeners, watch_stdin).run_to_outcome()
+        session = Session(start, attempt, listeners, watch_stdin)
+        session.on_loop = on_loop
+        return session.run_to_outcome()
     finally:
         if start is not None and start.remote is not None:
             start.remote.close()
@@ -134,6 +147,7 @@ class Session:
         self.events = EventLog(self.run.events, attempt.number)
         self.events.listeners += listeners
         self.uploader: Uploader | None = None
+        self.on_loop: Callable[[Trainer], None] = lambda _: None
         self.leaving = Leaving(self.config.retry.term_grace_s, self._end_now)
         self.leaving.fenced = attempt.fenced
         self.leaving.install(watch_stdin=watch_stdin)

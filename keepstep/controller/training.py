@@ -141,6 +141,7 @@ def fit(session: Session, parts: Parts, state: TrainState, recovery: Recovery) -
     # What a save takes is not known before the first: half of the grace is kept for it.
     leaving.drops = lambda remaining_s: trainer.pace.drops(remaining_s, parts.saver.lasted_s or leaving.grace_s / 2)
     leaving.training = True
+    session.on_loop(trainer)
     try:
         while True:
             try:

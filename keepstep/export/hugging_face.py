@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from keepstep.export.adapters import merged
 from keepstep.export.card import model_card
 from keepstep.export.model import Expected, expected
 from keepstep.export.tensors import FileTensors
-from keepstep.export.weights import Policy, open_policy
+from keepstep.export.weights import Policy, Weights, open_policy
 from keepstep.quickstart.make import made_path
 from keepstep.run import RunDir, fsync_dir, fsync_tree, read_json, write_json
 
@@ -68,24 +69,17 @@ def export(
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists.", "Name a folder that does not.")
     base = base_folder(checkpoint)
-    policy = _whole_policy(checkpoint, base)
+    policy = whole_policy(checkpoint)
     model = expected(policy.model_files)
     tensors = FileTensors(policy.weights, model, DTYPES[dtype], str(checkpoint))
     compared = compare_with_base(tensors, model, base) if base else None
     _check_room(target.parent, num_bytes(tensors))
-    # Hidden until it is whole.
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir()
-        _write_small(temporary, checkpoint, policy, verdict, base, dtype)
+    with _whole_or_not(target) as temporary:
+        _write_model_files(temporary, policy.model_files, base, dtype)
+        _write_origin(temporary, checkpoint, verdict, dtype)
         files = _write_weights(temporary, tensors, file_format, max_file_bytes)
         fsync_tree(temporary)
         loaded = check(temporary, tensors, files)
-        os.rename(temporary, target)
-        fsync_dir(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return {
         "path": str(target),
         "step": verdict.step,
@@ -99,13 +93,31 @@ def export(
     }
 
 
+def export_weights(weights: Weights, model_files: Path, target: Path, dtype: str = "float32") -> None:
+    """A policy that is in no checkpoint, whole or not at all, and loaded back.
+
+    Args:
+        model_files: folder of its config and tokenizer.
+
+    Raises:
+        CheckpointError: it is not the config's model, or what was written does not load.
+        ConfigError: the target exists.
+    """
+    if os.path.lexists(target):
+        raise ConfigError(f"{target} exists.", "Name a folder that does not.")
+    tensors = FileTensors(weights, expected(model_files), DTYPES[dtype], "the policy")
+    with _whole_or_not(target) as temporary:
+        _write_model_files(temporary, model_files, None, dtype)
+        check(temporary, tensors, _write_weights(temporary, tensors, SAFETENSORS, MAX_FILE_BYTES))
+
+
 def check_exportable(checkpoint: Path) -> None:
     """Whether an export of this checkpoint would load: its names and shapes against its own config, without weights.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of another shape.
     """
-    policy = _whole_policy(checkpoint, base_folder(checkpoint))
+    policy = whole_policy(checkpoint)
     FileTensors(policy.weights, expected(policy.model_files), torch.float32, str(checkpoint))
 
 
@@ -188,17 +200,33 @@ def compare_with_base(tensors: FileTensors, model: Expected, base: Path) -> dict
     }
 
 
-def _whole_policy(checkpoint: Path, base: Path | None) -> Policy:
-    config = _config(checkpoint)
-    model = config.get("actor_rollout_ref", {}).get("model", {})
-    return merged(open_policy(checkpoint), base, model, checkpoint)
+def whole_policy(checkpoint: Path) -> Policy:
+    """The policy of a verified checkpoint; adapters with their base.
+
+    Raises:
+        CheckpointError: it has no weights that can be read, or no config, or its adapters have lost their base.
+    """
+    model = _config(checkpoint).get("actor_rollout_ref", {}).get("model", {})
+    return merged(open_policy(checkpoint), base_folder(checkpoint), model, checkpoint)
 
 
-def _write_small(
-    folder: Path, checkpoint: Path, policy: Policy, verdict: Verdict, base: Path | None, dtype: str
-) -> None:
-    """Config, tokenizer, generation config and model card."""
-    for path in sorted(policy.model_files.iterdir()):
+@contextmanager
+def _whole_or_not(target: Path) -> Iterator[Path]:
+    """A hidden folder that becomes `target` when the block succeeds, and vanishes when it does not."""
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        yield temporary
+        os.rename(temporary, target)
+        fsync_dir(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_model_files(folder: Path, model_files: Path, base: Path | None, dtype: str) -> None:
+    """Config, tokenizer, generation config."""
+    for path in sorted(model_files.iterdir()):
         # An index of the base's files would name files that are not here.
         if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
@@ -209,6 +237,10 @@ def _write_small(
     for key in ("torch_dtype", "auto_map"):
         config.pop(key, None)
     write_json(folder / "config.json", config | {"dtype": dtype})
+
+
+def _write_origin(folder: Path, checkpoint: Path, verdict: Verdict, dtype: str) -> None:
+    """Where it comes from, for programs and as a model card."""
     manifest = verdict.manifest
     origin = {
         "run_id": manifest.run_id if manifest else None,

@@ -71,6 +71,19 @@ class RoleWeights:
         return whole
 
 
+class Held:
+    """Tensors in memory, as they are."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def shapes(self) -> dict[str, Shape]:
+        return {name: tuple(value.shape) for name, value in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
 class RankFiles:
     """`model_world_size_W_rank_R.pt` of every rank: DTensors, whose parts stay on disk until they are read."""
 

@@ -22,7 +22,7 @@ from keepstep.export import hugging_face, safetensors_stream
 from keepstep.export.card import model_card
 from keepstep.export.hugging_face import check_exportable, export
 from keepstep.export.names import NamesError, adapter, match
-from keepstep.export.weights import RoleWeights, _joined
+from keepstep.export.weights import Held, RoleWeights, _joined
 from tests.unit import export_builder as build
 
 VERL = Path(__file__).parents[1] / "data" / "verl"
@@ -334,19 +334,6 @@ def test_an_adapter_is_called_one():
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
-
-
-class Held:
-    """Weights in memory."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(value.shape) for name, value in self._tensors.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
 
 
 def refused(base: Path, tensors: dict[str, torch.Tensor], message: str) -> None:
