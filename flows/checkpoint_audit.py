@@ -23,17 +23,13 @@ def checkpoint_audit(runs: list[str] = ["runs/*"]) -> State[Any]:  # noqa: B006
         runs: folders of runs, or globs; relative ones start where the deployment was registered.
     """
     audits: list[RunAudit] = []
-    unanswered: list[str] = []
-    try:
-        folders = [str(run.root) for run in find_runs(runs)]
-    except KeepstepError as error:
-        folders, unanswered = [], [error.message]
-    for folder in folders:
+    found, unanswered = find_runs(runs)
+    for run in found:
         try:
-            audits.append(audit_run(folder))
-        except KeepstepError as error:
+            audits.append(audit_run(str(run.root)))
+        except (KeepstepError, OSError) as error:
             # One run that cannot be looked at hides none of the others.
-            unanswered.append(f"{folder}: {error.message}")
+            unanswered.append(f"{run.root}: {error}")
     name, sentence = conclude(audits, unanswered)
     get_run_logger().info("%s", sentence)
     publish(report(audits, unanswered), key="checkpoint-audit", description="Every checkpoint that was looked at")

@@ -22,7 +22,6 @@ from keepstep.checkpoint.inventory import retire as retire_on_disk
 from keepstep.checkpoint.verify import Verdict, verify
 from keepstep.config.load import load
 from keepstep.config.schema import RunConfig
-from keepstep.errors import ConfigError
 from keepstep.events.log import EventLog
 from keepstep.processes import ProcessRef
 from keepstep.run import RunDir, read_json
@@ -61,13 +60,13 @@ class RunAudit:
         return [look for look in self.looks if look.problems]
 
 
-def find_runs(patterns: Sequence[str]) -> list[RunDir]:
-    """The runs that folders and globs name, each once; what a glob finds that is no run is passed over.
+def find_runs(patterns: Sequence[str]) -> tuple[list[RunDir], list[str]]:
+    """(the runs that folders and globs name, each once; one sentence for each folder that is named and is no run).
 
-    Raises:
-        ConfigError: a folder that is named outright is no run.
+    What a glob finds that is no run is passed over.
     """
     found: dict[Path, RunDir] = {}
+    problems = []
     for pattern in patterns:
         named = not glob.has_magic(pattern)
         for path in [pattern] if named else sorted(glob.glob(os.path.expanduser(pattern))):
@@ -75,8 +74,8 @@ def find_runs(patterns: Sequence[str]) -> list[RunDir]:
             if run.has_record():
                 found.setdefault(run.root, run)
             elif named:
-                raise ConfigError(f"{run.root} is no run: it has no run.json.", "Name a run's trainer.output_dir.")
-    return list(found.values())
+                problems.append(f"{run.root} is no run: it has no run.json")
+    return list(found.values()), problems
 
 
 def audit(run: RunDir) -> RunAudit:

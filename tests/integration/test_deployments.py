@@ -152,7 +152,7 @@ def test_an_audit_fails_by_name_and_reports_what_is_damaged(platform: Platform):
     good, bad = (standing_run(platform.folder / "audited" / name) for name in ("good", "bad"))
     damage(bad.checkpoint(20) / layout.ACTOR)
     deployment = deployments(platform)["checkpoint-audit"]
-    body = {"parameters": {"runs": [str(platform.folder / "audited" / "*")]}}
+    body = {"parameters": {"runs": [str(platform.folder / "nothing"), str(platform.folder / "audited" / "*")]}}
     flow_run = platform.api.ask("POST", f"deployments/{deployment['id']}/create_flow_run", body)["id"]
     ended = platform.wait_for(flow_run, "an end", lambda found: found["state"]["type"] in ("FAILED", "COMPLETED"))
     assert ended["state"]["name"] == "DamagedCheckpoints"
@@ -165,6 +165,7 @@ def test_an_audit_fails_by_name_and_reports_what_is_damaged(platform: Platform):
     assert (
         f"| {good.root} | 40 | disk |" in artifact["data"] and f"- {bad.root}, step 20 on the disk" in artifact["data"]
     )
+    assert f"- {platform.folder / 'nothing'} is no run" in artifact["data"]
     # Retention of what is good; the damaged one stays to be looked at.
     assert (good.steps(), bad.steps()) == ([40], [20, 40])
 

@@ -14,7 +14,6 @@ from keepstep.audit import AUDIT_ENDS, Look, RunAudit, audit, conclude, find_run
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.verify import Verdict
 from keepstep.config.load import load, to_yaml
-from keepstep.errors import ConfigError
 from keepstep.events.log import EventLog, read_jsonl
 from keepstep.run import RunDir, write_json
 from tests.unit import builder
@@ -133,10 +132,12 @@ def test_what_the_store_lost_is_told_from_what_was_retired(
 
 def test_runs_are_found_by_folder_and_by_glob(run: RunDir, tmp_path: Path):
     (tmp_path / "no-run").mkdir()
-    assert find_runs([str(tmp_path / "*"), str(run.root)]) == [run]
-    assert find_runs([str(tmp_path / "nothing" / "*")]) == []
-    with pytest.raises(ConfigError, match="no-run is no run"):
-        find_runs([str(tmp_path / "no-run")])
+    assert find_runs([str(tmp_path / "*"), str(run.root)]) == ([run], [])
+    assert find_runs([str(tmp_path / "nothing" / "*")]) == ([], [])
+    assert find_runs([str(tmp_path / "no-run"), str(run.root)]) == (
+        [run],
+        [f"{tmp_path / 'no-run'} is no run: it has no run.json"],
+    )
 
 
 GOOD = RunAudit("/runs/a", [Look(20, "disk", 10, []), Look(20, "store", 10, [])])
