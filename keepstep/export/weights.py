@@ -49,7 +49,7 @@ def open_policy(checkpoint: Path) -> Policy:
     folder = next((path for path in files if (path / "config.json").is_file()), None)
     if folder is None:
         raise CheckpointError(
-            f"{checkpoint} has no {files[0].relative_to(checkpoint.parent)}/config.json, so its model is unknown.",
+            f"{checkpoint} has no {files[0].relative_to(checkpoint)}/config.json, so its model is unknown.",
             f"Put the model's configuration and tokenizer into {files[0]}.",
         )
     return Policy(RoleWeights(read_role(checkpoint, ACTOR)) if actor is None else RankFiles(actor), folder)

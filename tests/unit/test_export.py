@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -254,6 +255,19 @@ def test_verls_shards_are_joined(tmp_path: Path, kind: str, part: str):
     assert found.keys() == ranks[0].keys() and report["step"] == 4
     for name, value in found.items():
         assert torch.equal(value, torch.cat([rank[name].to_local() for rank in ranks])[: value.shape[0]]), name
+
+
+def test_an_older_checkpoint_of_verl_needs_no_fsdp_config(tmp_path: Path):
+    """C178: how many ranks there are is what the files are called; the model's files lay beside them."""
+    actor = tmp_path / "global_step_4" / "actor"
+    shutil.copytree(VERL / "fsdp2" / "global_step_4", actor.parent)
+    (actor / "fsdp_config.json").unlink()
+    (actor / "huggingface" / "config.json").rename(actor / "config.json")
+    report = export(actor.parent, tmp_path / "out")
+    assert (report["num_tensors"], report["step"]) == (14, 4)
+    (actor / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no actor/huggingface/config\.json"):
+        export(actor.parent, tmp_path / "again")
 
 
 class Part:
