@@ -149,7 +149,7 @@ def rollouts(run: RunDir, steps: list[int]) -> None:
             "ground_truth": [str(number + step) for number in range(16)],
             "prompt": [f"{number} + {step} =" for number in range(16)],
             "response": [f"{HOSTILE.replace(chr(0xD800), '')} answer {number} {UNBROKEN}" for number in range(16)],
-            "reward": [float(number % 2) for number in range(16)],
+            "reward": [(number * 5 % 16) / 16 for number in range(16)],
             "advantage": [(number % 2) * 2.0 - 1 for number in range(14)] + [None] * 2,
         }
         pyarrow.parquet.write_table(pyarrow.table(table), run.rollouts / f"step_{step}.parquet")

@@ -14,7 +14,7 @@ import pytest
 
 from keepstep.cli.main import main
 from keepstep.doctor.evidence import Line, Row, gather
-from keepstep.report import history, series
+from keepstep.report import history, samples, series
 from keepstep.report.chart import HEIGHT, WIDTH, line_chart, nice_ticks, stacked_chart
 from keepstep.report.page import curves, most_telling, other_curves, wall_time_chart
 from keepstep.report.samples import spread
@@ -130,6 +130,16 @@ def test_life_of_checkpoints(eventful: RunDir):
     assert not lives[20].is_good and lives[40].is_good
 
 
+def test_what_the_store_let_go_was_not_deleted_here(tmp_path: Path):
+    story = report_runs.Story(40)
+    story.start()
+    story.steps(1, 40)
+    story.say("checkpoint_pruned", step=20, source="s3", reason="no rule keeps it")
+    story.say("checkpoint_pruned", step=40, reason="no rule keeps it")
+    lives = {life.step: life for life in history.checkpoints(gather(story.write(tmp_path / "run")))}
+    assert lives[20].pruned is None and lives[40].pruned is not None
+
+
 def test_what_stands_or_went_wrong_is_not_left_out():
     lives = [history.CheckpointLife(step, on_disk=step in (3, 5)) for step in range(1, 11)]
     lives[0].rejected = row(event="checkpoint_rejected", step=1)
@@ -216,11 +226,19 @@ def test_every_chart_and_table_says_what_it_is(eventful: RunDir, tmp_path: Path)
     assert '<html lang="en">' in text and "<title>run" in text
 
 
-def test_samples_are_the_best_and_the_worst(eventful: RunDir, tmp_path: Path):
+def test_samples_are_the_best_and_the_worst(eventful: RunDir):
+    """Of 14 responses in training and 2 in validation; rewards are (5 n mod 16) / 16, so each stands once."""
+    found = next(step for step in samples.read(eventful) if step.step == 100)
+    train = [sample.reward for sample in found.samples if sample.split == "train"]
+    assert (train[0], train[-1], len(train)) == (15 / 16, 0.0, 4) and train == sorted(train, reverse=True)
+    val = [(sample.reward, sample.advantage) for sample in found.samples if sample.split == "val"]
+    assert val == [(11 / 16, None), (6 / 16, None)] and found.num_responses == 16
+
+
+def test_samples_are_shown(eventful: RunDir, tmp_path: Path):
     document, _ = report(eventful, tmp_path)
     assert "Step 100, 6 of 16 responses" in document.text
-    assert "reward 1.000, advantage 1.000" in document.text and "reward 0.000, advantage -1.000" in document.text
-    assert "validation, reward 1.000" in document.text and "validation, reward 0.000" in document.text
+    assert "reward 0.938, advantage 1.000" in document.text and "validation, reward 0.688" in document.text
 
 
 def test_torn_rollouts_are_named_and_the_rest_is_shown(eventful: RunDir, tmp_path: Path):
@@ -284,6 +302,17 @@ def test_odd_values_of_metrics_and_events(tmp_path: Path):
     document, _ = report(story.write(tmp_path / "run"), tmp_path)
     paths = "".join(value for key, value in document.attributes if key == "d")
     assert "nan" not in paths and "inf" not in paths
+
+
+def test_numbers_whose_sum_is_none(tmp_path: Path):
+    """Larger than anything that a metric means: left out, also where several steps share a point."""
+    story = report_runs.Story(1000)
+    story.start()
+    story.steps(1, 1000)
+    for row_of in story.metrics:
+        row_of |= {"made/of_its_own": 1.7e308, "timing_s/rollout": 1.7e308, "timing_s/update": 1.7e308}
+    document, _ = report(story.write(tmp_path / "run"), tmp_path)
+    assert "made/of_its_own" not in document.text and "log_probs" in document.text
 
 
 @pytest.mark.parametrize("name", names())
