@@ -179,9 +179,7 @@ def compare_with_base(tensors: FileTensors, model: Expected, base: Path) -> dict
         CheckpointError: the base lacks one, or has it in another shape.
     """
     stored: dict[str, Any] = {}
-    size = 0
     for path in sorted(base.glob("*.safetensors")):
-        size += path.stat().st_size
         with path.open("rb") as file:
             stored |= SafetensorsFile(file).shards
     own = {model.aliases.get(name, name): shard for name, shard in stored.items()}
@@ -194,7 +192,7 @@ def compare_with_base(tensors: FileTensors, model: Expected, base: Path) -> dict
         )
     return {
         "num_tensors": len(own),
-        "num_bytes": size,
+        "num_bytes": sum(torch.Size(one.shape).numel() * getattr(torch, one.dtype).itemsize for one in own.values()),
         "dtypes": sorted({shard.dtype for shard in own.values()}),
         "unused": sorted(own.keys() - shapes.keys()),
     }

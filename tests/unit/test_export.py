@@ -106,6 +106,17 @@ def test_names_shapes_and_bytes_are_those_of_the_base(exported: Path, base: Path
     assert record["checkpoint"] == json.loads((checkpoint / layout.MANIFEST).read_text())["self"]
 
 
+def test_size_and_precision_of_the_base_are_told(tmp_path: Path, checkpoint: Path, base: Path):
+    """C176: half of the base's bytes are an export in half of its precision, or half of a model."""
+    report = export(checkpoint, tmp_path / "out", "bfloat16")
+    wanted = tensors_in(base)
+    assert report["base"] == {
+        "num_tensors": len(wanted), "num_bytes": 4 * sum(value.numel() for value in wanted.values()),
+        "dtypes": ["float32"], "unused": [],
+    }  # fmt: skip
+    assert 2 * report["num_bytes"] == report["base"]["num_bytes"]
+
+
 def test_a_base_that_is_another_model_is_refused_by_the_tensor(tmp_path: Path, policy: Any):
     """C176: the comparison with the base can fail."""
     other = build.write_base(tmp_path / "base", build.tiny_model(seed=1, intermediate_size=32))
