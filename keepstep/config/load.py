@@ -182,9 +182,20 @@ def _check_algorithm(config: RunConfig) -> Iterator[str]:
 
 
 def _check_frequencies(config: RunConfig) -> Iterator[str]:
-    for key, value in (("save_freq", config.trainer.save_freq), ("test_freq", config.trainer.test_freq)):
+    trainer, ref, model = config.trainer, config.actor_rollout_ref.ref, config.actor_rollout_ref.model
+    frequencies = {
+        "trainer.save_freq": trainer.save_freq,
+        "trainer.test_freq": trainer.test_freq,
+        "actor_rollout_ref.ref.refresh_freq": ref.refresh_freq,
+    }
+    for key, value in frequencies.items():
         if value == 0 or value < -1:
-            yield f"trainer.{key}={value}: a number of steps from 1, or -1"
+            yield f"{key}={value}: a number of steps from 1, or -1"
+    if ref.refresh_freq > 0 and model.lora_rank:
+        yield (
+            f"actor_rollout_ref.ref.refresh_freq={ref.refresh_freq}, but with actor_rollout_ref.model.lora_rank="
+            f"{model.lora_rank} the reference is the base model: leave one of them out"
+        )
 
 
 def _warnings(config: RunConfig) -> list[str]:

@@ -154,6 +154,8 @@ class RefConfig(Section):
     """Responses per reference (and old-policy) forward on one rank."""
     log_prob_max_token_len_per_gpu: PositiveInt | None = None
     """Tokens of one with `actor.use_dynamic_bsz`; None: as in the update."""
+    refresh_freq: int = -1
+    """Steps after which the policy of that moment becomes the reference; -1: it stays what the run began with."""
 
 
 class ModelConfig(Section):

@@ -93,6 +93,9 @@ class RankGroup:
             "update", lambda actor, rank: actor.update.remote(shards[rank], log_probs[rank], mini_batches[rank])
         )[0]
 
+    def refresh_reference(self) -> None:
+        self._step("refreshing the reference", lambda actor, _: actor.refresh_reference.remote())
+
     def full_weights(self) -> Any:
         """Reference to the full weights, which rank 0 holds when all ranks have gathered."""
         references = [actor.full_weights.remote() for actor in self.actors]

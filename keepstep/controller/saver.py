@@ -21,6 +21,7 @@ from typing import Any
 import ray
 
 from keepstep.attempts import Attempt
+from keepstep.checkpoint.cadence import last_due
 from keepstep.checkpoint.history import verified_steps
 from keepstep.checkpoint.inventory import decide_for, goes_to_store, is_confirmed, layout_of, retire
 from keepstep.checkpoint.publish import point, quarantine
@@ -82,7 +83,7 @@ class Saver:
         waited_s = self.wait()
         self.attempt.check()
         config = self.context.config
-        reference_step = self._reference_step()
+        reference_step = self._reference_step(state.global_step)
         with_reference = self.context.has_reference and reference_step is None
         shared = self.writers.shares_memory_with([identity["host"] for identity in ranks.identities])
         snapshots = Snapshots(ranks.snapshots(shared), ranks.reference_snapshots() if with_reference else [])
@@ -249,11 +250,17 @@ class Saver:
     def _goes_to_store(self, step: int) -> bool:
         return goes_to_store(self.context.config, step, self.context.total_steps)
 
-    def _reference_step(self) -> int | None:
-        """A verified step on disk, of the same layout, whose reference this run's next save can link."""
+    def _reference_step(self, saved: int) -> int | None:
+        """A verified step on disk, of the same layout, whose reference the save of this step can link."""
         # After a save that failed its verification the shared file itself may be damaged: written anew.
         if not self.context.has_reference or self.wanted:
             return None
         run, kind = self.context.run, self.context.config.checkpoint.layout
+        every = self.context.config.actor_rollout_ref.ref.refresh_freq
         verified = verified_steps(run) | {self.context.resumed_step}
-        return next((step for step in reversed(run.steps()) if step in verified and layout_of(run, step) == kind), None)
+        same = (
+            step
+            for step in reversed(run.steps())
+            if step in verified and last_due(step, every) == last_due(saved, every) and layout_of(run, step) == kind
+        )
+        return next(same, None)

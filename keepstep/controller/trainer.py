@@ -106,6 +106,8 @@ class Trainer:
         batch = batch.with_advantages(advantages)
         metrics = self.update(batch, log_probs)
         self.advance(rollouts, batch, rewards, metrics)
+        if self._due(self.config.actor_rollout_ref.ref.refresh_freq):
+            self.parts.ranks.refresh_reference()
         self.sync_weights()
         try:
             if self._due(self.config.trainer.test_freq):

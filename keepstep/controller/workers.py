@@ -79,6 +79,9 @@ class RankWorker(Worker):
     def update(self, batch: Any, log_probs: Any, mini_batches: Any) -> Any:
         return self._rank.update(batch, log_probs, mini_batches)
 
+    def refresh_reference(self) -> None:
+        self._rank.refresh_reference()
+
     def full_weights(self) -> Any:
         return self._rank.full_weights()
 

@@ -84,6 +84,7 @@ FIELDS: dict[str, str] = {
     "actor_rollout_ref.actor.fsdp_config.model_dtype": FATAL,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": CONFIRM,
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": CONFIRM,
+    "actor_rollout_ref.ref.refresh_freq": FATAL,
     "actor_rollout_ref.rollout.name": FATAL,
     "actor_rollout_ref.rollout.n": FATAL,
     "actor_rollout_ref.rollout.temperature": FATAL,

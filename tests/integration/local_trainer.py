@@ -60,6 +60,7 @@ CASES: dict[str, list[str]] = {
     "token weights": [f"{A}.rollout_correction.rollout_is=token"],
     "sequence weights": [f"{A}.rollout_correction.rollout_is=sequence"],
     "several updates": [f"{ACTOR}.ppo_epochs=3"],
+    "refreshed reference": ["actor_rollout_ref.ref.refresh_freq=2"],
     "lora": LORA,
     "lora on some modules": [*LORA, f"{MODEL}.target_modules=[q_proj,v_proj]", f"{ACTOR}.use_kl_loss=false"],
     "dynamic sampling": [f"{A}.filter_groups.enable=true"],
@@ -96,6 +97,9 @@ class LocalRanks:
 
     def update(self, shards: Sequence[Any], log_probs: Sequence[Any], mini_batches: Sequence[Any]) -> dict[str, float]:
         return self.rank.update(shards[0], log_probs[0], mini_batches[0])
+
+    def refresh_reference(self) -> None:
+        self.rank.refresh_reference()
 
     def full_weights(self) -> Any:
         return self.rank.full_weights()

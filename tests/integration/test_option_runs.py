@@ -12,13 +12,15 @@ from tests.integration.driver import Driver
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
-STEPS, SAVED, STRUCK = 12, 6, 9
+STEPS, SAVED, STRUCK = 16, 8, 10
 BASE = [
-    f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={SAVED}", "trainer.test_freq=6", "s3.embedded=false",
-    "retry.delays_s=[0.2]", "recovery.in_place=false", "resume.prefer_multiple=6",
+    f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={SAVED}", f"trainer.test_freq={SAVED}",
+    "s3.embedded=false",
+    "retry.delays_s=[0.2]", "recovery.in_place=false", f"resume.prefer_multiple={SAVED}",
 ]  # fmt: skip
 A, MODEL, ACTOR, ROLLOUT = "algorithm", *(f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))
 CASES = {
+    "refreshed": ["actor_rollout_ref.ref.refresh_freq=4"],
     "lora": [f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=16", f"{ACTOR}.optim.lr=0.005"],
     "dynamic": [
         f"{A}.filter_groups.enable=true", f"{ACTOR}.ppo_epochs=2", f"{ROLLOUT}.num_engines=2",
@@ -48,7 +50,7 @@ def test_killed_it_ends_as_the_undisturbed_run(workspace: Path, name: str):
     assert differences(final, expected) == []
     assert hit.rewards() == whole.rewards()
     kept = sorted(path.name for path in whole.run.rollouts.iterdir())
-    assert kept == ["step_0.parquet", "step_12.parquet", "step_6.parquet"]
+    assert kept == ["step_0.parquet", "step_16.parquet", "step_8.parquet"]
     assert all((hit.run.rollouts / file).read_bytes() == (whole.run.rollouts / file).read_bytes() for file in kept)
     report = export(final, workspace / f"{name}_export")
     assert report["loaded"] and report["num_tensors"] == 24

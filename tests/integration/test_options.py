@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from keepstep.checkpoint import layout
 from keepstep.checkpoint.verify import verify
 from tests.integration.driver import REPOSITORY
 from tests.integration.local_trainer import CASES, ENGINEERING, SAVED_AT
@@ -87,3 +88,13 @@ def test_how_it_is_worked_out_does_not_matter(results: dict[str, Any], folder: P
     assert results[name]["seeds"] == results["grpo"]["seeds"]
     for metric, value in results["grpo"]["metrics"].items():
         assert results[name]["metrics"][metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric
+
+
+def test_each_reference_is_the_policy_of_its_step(folder: Path):
+    """`refresh_freq=2`, saved after the second step: the checkpoint's reference is its own policy, and not the base."""
+    step = folder / "refreshed_reference" / "checkpoints" / f"step_{SAVED_AT}"
+    policy, reference = (torch.load(step / name, weights_only=True) for name in (layout.ACTOR, layout.REF))
+    assert policy.keys() == reference.keys()
+    assert all(torch.equal(policy[name], reference[name]) for name in policy)
+    before = torch.load(folder / "grpo" / "checkpoints" / f"step_{SAVED_AT}" / layout.REF, weights_only=True)
+    assert not torch.equal(before["model.norm.weight"], reference["model.norm.weight"])

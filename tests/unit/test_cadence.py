@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepstep.checkpoint.cadence import due, upload_due
+from keepstep.checkpoint.cadence import due, last_due, upload_due
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,8 @@ def test_last_step_always_goes_up():
 def test_due():
     assert [step for step in range(1, 8) if due(step, 3)] == [3, 6]
     assert not any(due(step, -1) for step in range(1, 8))
+
+
+def test_last_due():
+    assert [last_due(step, 3) for step in range(8)] == [0, 0, 0, 3, 3, 3, 6, 6]
+    assert {last_due(step, -1) for step in range(8)} == {0}

@@ -279,6 +279,12 @@ def test_not_one_step() -> None:
         (["trainer.save_freq=0"], ["trainer.save_freq=0"]),
         (["trainer.save_freq=-2"], ["trainer.save_freq=-2"]),
         (["trainer.test_freq=0"], ["trainer.test_freq=0"]),
+        (["actor_rollout_ref.ref.refresh_freq=0"], ["ref.refresh_freq=0"]),
+        (
+            ["actor_rollout_ref.ref.refresh_freq=5", "actor_rollout_ref.model.lora_rank=4"],
+            ["refresh_freq=5", "lora_rank=4", "leave one of them out"],
+        ),
+        (["actor_rollout_ref.rollout.val_kwargs.n=4"], ["val_kwargs.n=4", "val_kwargs.temperature"]),
         (["s3.endpoint_url=http://localhost:9000"], ["s3.embedded=true", "s3.endpoint_url=http://localhost:9000"]),
         (["trainer.save_freq=0", "data.train_batch_size=60"], ["trainer.save_freq=0", "data.train_batch_size=60"]),
     ],

@@ -180,6 +180,7 @@ FATAL_CHANGES = {
     "actor_rollout_ref.model.lora_alpha": "32",
     "actor_rollout_ref.model.target_modules": "[q_proj]",
     "actor_rollout_ref.rollout.stop": "[END]",
+    "actor_rollout_ref.ref.refresh_freq": "10",
     "data.prompt_key": "question",
     "data.reward_fn_key": "source",
     "data.train_batch_size": "32",
