@@ -28,6 +28,7 @@ from prefect.runtime import flow_run
 from prefect.states import Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows.form import TrainingForm
 from keepstep.checkpoint.inventory import goes_to_store
 from keepstep.cli.doctor_command import describe as describe_run
 from keepstep.cli.progress import ProgressPrinter, describe
@@ -44,7 +45,7 @@ from keepstep.run import RunDir
 from tasks.artifacts import RunPage, publish
 from tasks.checkpoints import upload_checkpoint, verify_checkpoint
 from tasks.dataset import check_dataset
-from tasks.finishing import finish
+from tasks.finishing import export_last_step, finish
 from tasks.preflight import preflight
 from tasks.resume import plan_resume
 from tasks.training import Attempts, with_retries
@@ -57,18 +58,24 @@ LAST_TASKS_TIMEOUT_S = 60.0
 
 
 @flow(name="grpo-train", task_runner=ThreadPoolTaskRunner(max_workers=NUM_THREADS))
-def grpo_train(config: str = "quickstart", overrides: dict[str, Any] = {}) -> Any:  # noqa: B006
+def grpo_train(
+    config: str = "quickstart",
+    overrides: dict[str, Any] = {},  # noqa: B006
+    form: TrainingForm | None = None,
+) -> Any:
     """Train a run to its end, or go on with it. Success: the last step is reached, verified and, with a store, there.
 
     Args:
         config: name of a packaged configuration, or path of a YAML file.
         overrides: dotted key to value, e.g. {"trainer.total_training_steps": 40}.
+        form: what is set most often, as fields of the deployment's page; `overrides` win over it.
     """
-    settings = load(config, [f"{key}={to_yaml_value(value)}" for key, value in overrides.items()])
+    given = (form.to_overrides() if form else {}) | overrides
+    settings = load(config, [f"{key}={to_yaml_value(value)}" for key, value in given.items()])
     done = complete_result(settings)
     if done is not None:
         get_run_logger().info("%s is complete at step %d", settings.trainer.output_dir, done["final_step"])
-        return done
+        return exported(settings, done)
     run = RunDir.at(settings.trainer.output_dir)
     budget = RetryBudget(run, str(flow_run.id), settings.retry)
     attempts = Attempts(settings, budget)
@@ -79,12 +86,22 @@ def grpo_train(config: str = "quickstart", overrides: dict[str, Any] = {}) -> An
             check_dataset(settings)
             total_steps, plan = preflight(settings)
             plan_resume(plan)
-            return finish(settings, train(settings, total_steps, attempts, page))
+            return exported(settings, finish(settings, train(settings, total_steps, attempts, page)))
         except KeepstepError as error:
             if not isinstance(error, HeldError):
                 # Of a run that another one holds nothing was used up, and nothing is written into it.
                 budget.start_over()
             return failed(error, attempts.decision, run)
+
+
+def exported(config: RunConfig, result: Event) -> Any:
+    """The result of a run that is done, with its last step exported where `export.enable` asks for it."""
+    if not config.export.enable:
+        return result
+    try:
+        return result | {"export": export_last_step(config, result)}
+    except KeepstepError as error:
+        return failed(error, None, RunDir.at(config.trainer.output_dir))
 
 
 def failed(error: KeepstepError, decision: Decision | None, run: RunDir) -> State[Any]:

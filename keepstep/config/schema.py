@@ -339,6 +339,15 @@ class ResumeConfig(Section):
     `probe` (a loaded policy may give other log-probs) and `exactness` (a replayed step may differ)."""
 
 
+class ExportConfig(Section):
+    enable: bool = False
+    """The flow ends with an export of the last step into the run's folder, export/step_<step>."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of its weights."""
+    timeout_s: PositiveFloat = 3600.0
+    """Longest time that it may take."""
+
+
 class RetryConfig(Section):
     max_retries: NonNegativeInt = 3
     """Failures in a row, without a newly verified step, that are tried again; kills from outside do not count."""
@@ -395,6 +404,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     s3: S3Config = S3Config()
     resume: ResumeConfig = ResumeConfig()
+    export: ExportConfig = ExportConfig()
     retry: RetryConfig = RetryConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     timeouts: TimeoutConfig = TimeoutConfig()

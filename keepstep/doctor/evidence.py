@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,11 @@ class Row:
     def kind(self) -> str:
         return self.text("event")
 
-    @property
+    @cached_property
     def attempt(self) -> int:
         return int(self.number("attempt") or 0)
 
-    @property
+    @cached_property
     def step(self) -> int | None:
         found = self.number("step")
         return None if found is None else int(found)

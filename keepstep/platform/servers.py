@@ -115,6 +115,8 @@ def prefect_server(platform: Path, holder: ProcessRef, database: str | None = No
     env = inherited | {
         "PREFECT_HOME": str(home),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # By default the page asks port 4200 of its own host, whatever port it was served from.
+        "PREFECT_SERVER_UI_API_URL": "/api",
         # Leases in the server's memory would be lost with a restart, and the run that holds one be ended.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     }

@@ -127,6 +127,7 @@ FIELDS: dict[str, str] = {
     "checkpoint": FREE,
     "s3": FREE,
     "resume": FREE,
+    "export": FREE,
     "retry": FREE,
     "recovery": FREE,
     "timeouts": FREE,

@@ -80,6 +80,7 @@ def test_dataset_check_is_light(tmp_path: Path):
 
 LIGHT_MODULES = [
     "keepstep.attempts",
+    "keepstep.audit",
     "keepstep.checkpoint.digest",
     "keepstep.checkpoint.history",
     "keepstep.checkpoint.inventory",

@@ -19,7 +19,6 @@ from tests.integration.driver import Driver, clean_environment
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not BINARY, reason="no Chromium: apt-get install chromium"),
-    pytest.mark.xfail(strict=True, reason="the embedded server's page asks port 4200, whatever port the server has"),
 ]
 RUN_S, START_S = 900.0, 90.0
 WIDTH, HEIGHT = 1400, 1700

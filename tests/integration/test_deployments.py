@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from flows.form import TrainingForm
 from keepstep.audit import audit
 from keepstep.checkpoint import layout
 from keepstep.config.load import load, to_yaml
@@ -115,7 +116,10 @@ def test_everything_in_the_file_is_registered(platform: Platform):
         assert [(s["slug"], s["active"], s["schedule"]["timezone"]) for s in found[name]["schedules"]] == [
             (s["slug"], s["active"], s["timezone"]) for s in one.get("schedules", [])
         ]
-        assert set(one["parameters"]) <= set(found[name]["parameter_openapi_schema"]["properties"])
+        schema = found[name]["parameter_openapi_schema"]
+        assert set(one["parameters"]) <= set(schema["properties"])
+        if one["entrypoint"] == "flows.grpo_train.grpo_train":
+            assert set(schema["definitions"]["TrainingForm"]["properties"]) == set(TrainingForm.model_fields)
 
 
 def test_a_schedule_fires_and_the_worker_takes_it_up(platform: Platform):
@@ -129,7 +133,11 @@ def test_a_schedule_fires_and_the_worker_takes_it_up(platform: Platform):
             {
                 "schedule": {"interval": INTERVAL_S, "timezone": "Europe/Berlin"},
                 "active": True,
-                "parameters": {"config": "quickstart", "overrides": settings(run)},
+                "parameters": {
+                    "config": "quickstart",
+                    "overrides": {key: value for key, value in settings(run).items() if key != "trainer.output_dir"},
+                    "form": {"output_dir": str(run.root)},
+                },
             }
         ],
     )
@@ -143,7 +151,6 @@ def test_a_schedule_fires_and_the_worker_takes_it_up(platform: Platform):
     flow_run = platform.wait_for(found[0]["id"], "an end", lambda one: one["state"]["type"] in ("COMPLETED", "FAILED"))
     assert flow_run["state"]["name"] == "Completed", flow_run["state"]["message"]
     assert flow_run["auto_scheduled"] and flow_run["work_pool_name"] == "keepstep-local"
-    assert flow_run["parameters"]["overrides"]["trainer.output_dir"] == str(run.root)
     assert run.attempt_numbers() == []
     assert flow_runs_of(platform, deployments(platform)["single-gpu"]) == []
 

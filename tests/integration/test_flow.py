@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from keepstep.config.schema import RunConfig
-from keepstep.errors import ConfigError, NoProgressError, Preempted, WorkerDiedError
+from keepstep.errors import CheckpointError, ConfigError, NoProgressError, Preempted, WorkerDiedError
+from keepstep.run import read_json
+from tests.unit import export_builder
 
 pytestmark = pytest.mark.integration
 
@@ -351,3 +353,16 @@ def test_the_resume_decision_is_a_table(prefect_server: None) -> None:
         ("120", "local", "not needed"),
     ]
     assert rows[0]["why"] == "actor/optimizer.pt: truncated" and "20 steps given up" in rows[1]["why"]
+
+
+def test_the_last_step_is_exported_where_it_is_asked_for(train, tmp_path: Path) -> None:
+    """Into the run's folder, as a model that loads; without a checkpoint the run is done, and why not is said."""
+    with pytest.raises(CheckpointError, match="The run is done, but its export failed"):
+        train(good, **{"export.enable": True})
+    assert flow_state() == ("FAILED", "NotRetryable")
+    base = export_builder.write_base(tmp_path / "Tiny-Qwen3", export_builder.tiny_model(seed=1))
+    export_builder.write_checkpoint(tmp_path, export_builder.tiny_model(seed=2), base, step=40)
+    found = train(good, **{"export.enable": True, "export.dtype": "bfloat16"})
+    assert found["export"] == str(tmp_path / "run" / "export" / "step_40")
+    assert read_json(Path(found["export"]) / "config.json")["dtype"] == "bfloat16"
+    assert (Path(found["export"]) / "model.safetensors").is_file()

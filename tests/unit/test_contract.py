@@ -25,7 +25,7 @@ DERIVED = {
     "model.fingerprint", "init_from.fingerprint", "custom_reward_function.source",
     "code.keepstep", "code.layout_version", "code.torch", "code.transformers", "code.vllm",
 }  # fmt: skip
-SECTIONS = {"checkpoint", "s3", "resume", "retry", "recovery", "timeouts", "ray"}
+SECTIONS = {"export", "checkpoint", "s3", "resume", "retry", "recovery", "timeouts", "ray"}
 
 
 def first_terms() -> dict[str, Any]:

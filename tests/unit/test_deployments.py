@@ -13,6 +13,8 @@ from zoneinfo import ZoneInfo
 import pytest
 import yaml
 
+from flows import form
+from flows.form import TrainingForm
 from keepstep.audit import AUDIT_ENDS
 from keepstep.cli.main import build_parser
 from keepstep.config.load import load, validate
@@ -154,3 +156,23 @@ def test_the_document_tells_every_deployment_and_schedule():
             switch = "on" if schedule["active"] else "off"
             assert f"`{schedule['slug']}`, {int(hour):02d}:{int(minute):02d} {schedule['timezone']}, {switch}" in row
     assert set(re.findall(r"^\| (\w+) \(a failure\)", text, re.MULTILINE)) == set(AUDIT_ENDS) - {"Completed"}
+
+
+# ---- form ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_filled_in_form_is_overrides_of_its_fields():
+    filled: dict[str, Any] = {
+        "output_dir": "/runs/a", "model_path": "/models/a", "train_files": ["a.parquet"], "val_files": ["b.parquet"],
+        "total_training_steps": 40, "save_freq": 5, "learning_rate": 1e-5, "seed": 7, "s3_bucket": "b",
+        "s3_prefix": "p", "resume_policy": "latest",
+    }  # fmt: skip
+    assert filled.keys() == TrainingForm.model_fields.keys() == form.SETTINGS.keys()
+    overrides = TrainingForm(**filled).to_overrides()
+    config = load("quickstart", [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
+    for field, key in form.SETTINGS.items():
+        found: Any = config
+        for part in key.split("."):
+            found = getattr(found, part)
+        assert found == filled[field], key
+    assert TrainingForm().to_overrides() == {}
