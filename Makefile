@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes options unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 bench-train smollm2 chaos doctor-fixtures against-others help
+.PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes options unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 bench-train bench-learning smollm2 chaos doctor-fixtures against-others help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -86,6 +86,9 @@ smollm2: $(SMOLLM2)/model/config.json  ## a real small model, SmolLM2-135M-Instr
 
 bench-train: $(OTHERS)/.installed  ## whole steps against TRL's GRPOTrainer; ARGS="--only quickstart"
 	$(BIN)/python -m benchmarks.train $(ARGS)
+
+bench-learning: $(OTHERS)/.installed  ## the quickstart's learning curve against TRL's, five seeds
+	$(BIN)/python -m benchmarks.learning $(ARGS)
 
 N ?= 1
 SEED ?= 1

@@ -82,7 +82,7 @@ def main() -> int:
         ratios["smollm2_rollout"] = found["trl"]["rollout"] / found["keepstep"]["rollout"]
     if args.only in (None, "controller"):
         results["controller_s"] = controller_times()
-    write(results)
+    RESULTS.write_text(json.dumps(header() | {"results": results}, indent=1) + "\n")
     shutil.rmtree(folder)
     print(json.dumps(results, indent=1))
     return 0
@@ -94,7 +94,11 @@ def quickstart(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
 
     subprocess.run([sys.executable, "-m", "keepstep.quickstart.char_qwen3", str(folder / "char")], check=True)
     arithmetic.write(folder / "data")
-    return folder / "char", rows_of(folder / "data" / "train.parquet")
+    rows = rows_of(folder / "data" / "train.parquet")
+    for row in rows:
+        # The tokenizer has no chat template: the one message is the prompt.
+        row["prompt"] = row["prompt"][0]["content"]
+    return folder / "char", rows
 
 
 def smollm2(folder: Path, questions: Path | None) -> tuple[Path, list[dict[str, Any]]]:
@@ -174,7 +178,7 @@ def keepstep(work: Work, folder: Path, model: Path, rows: list[dict[str, Any]], 
     return [
         {
             **{phase: line.get(f"timing_s/{phase}", 0.0) for phase in PHASES},
-            "reward": line["critic/rewards/mean"],
+            "mean_reward": line["critic/rewards/mean"],
             "num_tokens": line["response_length/mean"],
         }
         for line in lines
@@ -187,7 +191,7 @@ def trl(work: Work, folder: Path, model: Path, rows: list[dict[str, Any]], seed:
     job = vars(work) | {
         "model": str(model),
         "rows": rows,
-        "reward": str(ROOT / "keepstep" / "rewards" / f"{work.reward}.py"),
+        "reward_file": str(ROOT / "keepstep" / "rewards" / f"{work.reward}.py"),
         "num_threads": os.cpu_count(),
         "seed": seed,
         "lr_warmup_steps": 5,
@@ -204,15 +208,13 @@ def trl(work: Work, folder: Path, model: Path, rows: list[dict[str, Any]], seed:
     return found
 
 
-def write(results: dict[str, Any]) -> None:
+def header() -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    record = {
+    return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit.stdout.strip(),
         "machine": {"cores": os.cpu_count(), "load_at_end": os.getloadavg()[0]},
-        "results": results,
     }
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

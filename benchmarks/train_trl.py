@@ -2,7 +2,7 @@
 
     python benchmarks/train_trl.py JOB.json OUT.json
 
-JOB: {"model", "rows": [{"prompt", "ground_truth"}], "reward": file, "num_threads", "num_steps", "seed", and sizes}.
+JOB: {"model", "rows": [{"prompt", "ground_truth"}], "reward_file", "num_threads", "num_steps", "seed", and sizes}.
 OUT: per step of Keepstep's (one rollout batch with all its updates) the seconds of its phases and the mean reward.
 """
 
@@ -96,7 +96,7 @@ class Steps(TrainerCallback):
         self.rows: list[dict[str, float]] = []
         self._num_updates, self._seconds = num_updates, seconds
         self._begin = 0.0
-        self._rewards: list[float] = []
+        self.told: list[dict[str, float]] = []
 
     def on_step_begin(self, _args: Any, state: Any, _control: Any, **_rest: Any) -> None:
         if state.global_step % self._num_updates == 0:
@@ -105,14 +105,12 @@ class Steps(TrainerCallback):
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_rest: Any) -> None:
         if state.global_step % self._num_updates == 0:
-            step = time.monotonic() - self._begin
-            self.rows.append({**self._seconds, "step": step})
+            self.rows.append({**self._seconds, "step": time.monotonic() - self._begin})
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_rest: Any) -> None:
-        if "reward" in logs:
-            self._rewards.append(logs["reward"])
-            self.rows[(state.global_step - 1) // self._num_updates]["reward"] = self._rewards[-1]
-            self.rows[(state.global_step - 1) // self._num_updates]["num_tokens"] = logs["completions/mean_length"]
+        """Told after each update; a rollout's own figures come with the first of them."""
+        if "reward" in logs and (state.global_step - 1) % self._num_updates == 0:
+            self.told.append({"mean_reward": logs["reward"], "num_tokens": logs["completions/mean_length"]})
 
 
 def main() -> int:
@@ -123,7 +121,7 @@ def main() -> int:
     steps = Steps(job["train_batch_size"] // job["mini_batch_size"], seconds)
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=load_reward(job["reward"]),
+        reward_funcs=load_reward(job["reward_file"]),
         args=settings(job, sys.argv[2] + ".run"),
         train_dataset=Dataset.from_list(job["rows"]),
         processing_class=AutoTokenizer.from_pretrained(job["model"], padding_side="left"),
@@ -133,7 +131,8 @@ def main() -> int:
     timed(trainer, "_calculate_rewards", "reward", seconds)
     timed(trainer, "_get_per_token_logps_and_entropies", "log_probs", seconds, lambda: not torch.is_grad_enabled())
     trainer.train()
-    Path(sys.argv[2]).write_text(json.dumps(steps.rows))
+    rows = [{**row, **told} for row, told in zip(steps.rows, steps.told, strict=True)]
+    Path(sys.argv[2]).write_text(json.dumps(rows))
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import RewardError
-from keepstep.rewards import by_data_source, gsm8k, math, think_format
+from keepstep.rewards import by_data_source, gsm8k, gsm8k_shaped, math, think_format
 from keepstep.rewards.boxed import last_boxed
 from keepstep.rewards.load import load_reward
 from keepstep.rewards.scoring import Question, score
@@ -41,6 +41,19 @@ def test_gsm8k_scores_numbers_and_not_their_spelling():
     assert gsm8k.compute_score("", "so 1000", "1000") == 1.0
     assert gsm8k.compute_score("", "so 100", "1000") == 0.0
     assert gsm8k.compute_score("", "nothing", "nothing") == 0.0, "no answer is no right answer"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("so #### 72", {"score": 1.0, "right": 1.0, "marked": 1.0}),
+        ("so 72", {"score": 0.9, "right": 1.0, "marked": 0.0}),
+        ("so #### $1,000.50", {"score": 0.1, "right": 0.0, "marked": 1.0}),
+        ("so #### none", {"score": 0.0, "right": 0.0, "marked": 0.0}),
+    ],
+)
+def test_a_marked_answer_is_worth_something(text: str, expected: dict[str, float]):
+    assert gsm8k_shaped.compute_score("", text, "72") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
