@@ -58,8 +58,9 @@ QUICKSTART = Work(
     "quickstart", 64, 32, 256, 8, 16, 4, 5e-4, 0.01, "exact_match", 30, 5, ("actor_rollout_ref.rollout.num_engines=2",)
 )
 SMOLLM2_64 = Work(
-    "smollm2", 8, 8, 8, 8, 128, 64, 1e-6, 0.01, "gsm8k", 4, 1,
-    ("actor_rollout_ref.rollout.num_engines=2", "actor_rollout_ref.model.use_remove_padding=true"),
+    "smollm2", 4, 4, 8, 8, 128, 64, 1e-6, 0.01, "gsm8k", 3, 1,
+    ("actor_rollout_ref.rollout.num_engines=2", "actor_rollout_ref.actor.use_dynamic_bsz=true",
+     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1536"),
 )  # fmt: skip
 
 
