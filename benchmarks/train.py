@@ -60,7 +60,7 @@ QUICKSTART = Work(
 SMOLLM2_64 = Work(
     "smollm2", 4, 4, 8, 8, 128, 64, 1e-6, 0.01, "gsm8k", 3, 1,
     ("actor_rollout_ref.rollout.num_engines=2", "actor_rollout_ref.actor.use_dynamic_bsz=true",
-     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1536"),
+     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1536", "ray.object_store_bytes=2000000000"),
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "keepstep ls": ("keepstep ls runs/mine", "keepstep ls runs/mine --remote --json"),
     "keepstep ps": ("keepstep ps runs/mine", "keepstep ps runs/mine --json"),
+    "keepstep tune": ("keepstep tune runs/mine --mtbf-hours 6",),
     "keepstep plan": ("keepstep plan runs/mine --remote",),
     "keepstep convert": ("keepstep convert runs/mine/checkpoints/step_100 step_100_full --layout full",),
     "keepstep prune": ("keepstep prune runs/mine --dry-run",),

@@ -177,6 +177,12 @@ def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
     )
     workers.add_argument("run", metavar="RUN", help="the run's folder")
     workers.add_argument("--json", action="store_true", help="one JSON object")
+    tune = _add(commands, "tune", "tune_command.main", "how often to save, from what the run has measured")
+    tune.add_argument("run", metavar="RUN", help="the run's folder")
+    tune.add_argument(
+        "--mtbf-hours", type=float, required=True, metavar="H", help="hours between two kills, on average"
+    )
+    tune.add_argument("--json", action="store_true", help="one JSON object")
     decision = _add(commands, "plan", "inspect_commands.plan_command", "where the next start goes on, and why")
     for parser in (listing, decision):
         parser.add_argument("run", metavar="RUN", help="the run's folder")

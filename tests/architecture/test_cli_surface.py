@@ -30,6 +30,7 @@ SURFACE = {
     "keepstep run": TRAINING,
     "keepstep serve": ["--gpu-memory-utilization", "--port", "--tensor-parallel-size", "CHECKPOINT|OUT"],
     "keepstep train": TRAINING,
+    "keepstep tune": ["--json", "--mtbf-hours", "RUN"],
     "keepstep ui": ["RUN"],
     "keepstep up": ["--database", "DIR"],
     "keepstep upload": ["--json", "--step", "RUN"],
