@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+MIN_LENGTH = 2
+"""Columns of a batch at least: a token and one that it predicts."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -36,7 +39,7 @@ class Batch:
 
     def trimmed(self) -> Batch:
         """Padded no further than to the longest sequence."""
-        longest = int(self.lengths.max())
+        longest = max(MIN_LENGTH, int(self.lengths.max()))
         return replace(
             self,
             tokens=self.tokens[:, :longest],
@@ -59,7 +62,7 @@ def pack(
 ) -> Batch:
     """Arrays of prompts with their responses, in order."""
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-    longest = max(lengths)
+    longest = max(MIN_LENGTH, *lengths)
     shape = (len(prompts), longest - 1)
     tokens = np.full((len(prompts), longest), pad_id, dtype=np.int64)
     mask, engine = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)

@@ -44,7 +44,7 @@ def _padded(
     first, last = int(columns[0]), int(columns[-1])
     keep = torch.arange(first, last + 1, device=tokens.device)
     # Right padding needs no attention mask in a causal model: no token that counts sees a padding token.
-    logits = model(input_ids=tokens[:, : last + 1], logits_to_keep=keep).logits
+    logits = model(input_ids=tokens[:, : last + 1], logits_to_keep=keep, use_cache=False).logits
     found = token_log_probs_and_entropy(logits, tokens[:, first + 1 : last + 2], temperature)
     around = (first, wanted.shape[1] - last - 1)
     log_probs, entropies = (torch.nn.functional.pad(values, around) * wanted for values in found)
@@ -57,9 +57,12 @@ def _packed(
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     there = positions < lengths.unsqueeze(1)
     keep = torch.nn.functional.pad(wanted, (0, 1))[there].nonzero().flatten()
-    # Positions that begin anew tell transformers where a row begins.
+    # Positions that begin anew tell transformers where a row begins; beside a cache it would not look.
     logits = model(
-        input_ids=tokens[there].unsqueeze(0), position_ids=positions[there].unsqueeze(0), logits_to_keep=keep
+        input_ids=tokens[there].unsqueeze(0),
+        position_ids=positions[there].unsqueeze(0),
+        logits_to_keep=keep,
+        use_cache=False,
     ).logits
     found = token_log_probs_and_entropy(logits, tokens[:, 1:][wanted].unsqueeze(0), temperature)
     log_probs, entropies = (torch.zeros(wanted.shape, device=v.device).masked_scatter(wanted, v[0]) for v in found)
