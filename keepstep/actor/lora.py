@@ -13,10 +13,12 @@ from contextlib import contextmanager
 
 import torch
 
+from keepstep.actor.shards import LORA_A as A
+from keepstep.actor.shards import LORA_B as B
 from keepstep.actor.shards import copy_chunks
 from keepstep.config.schema import ModelConfig
 
-BASE, A, B = ".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight"
+BASE = ".base_layer.weight"
 
 
 def add_adapters(model: torch.nn.Module, config: ModelConfig) -> None:

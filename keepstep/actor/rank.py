@@ -266,8 +266,7 @@ class Rank:
             group["lr"] = rate
 
     def _load(self, model: torch.nn.Module, source: reader.Source) -> None:
-        every: dict[str, torch.Tensor] = dict(model.named_parameters())
-        params = shards.trained(model) if model is self.model else every
+        params = shards.trained(model)
         shards.check_names(params, source.names())
         source.fill(params, self.spec.rank, self.spec.world_size)
 

@@ -17,6 +17,7 @@ import torch
 from keepstep.actor.host_buffer import HostBuffer, SharedMemory, Slot, view
 
 OPTIMIZER_TENSORS = ("exp_avg", "exp_avg_sq")
+LORA_A, LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -106,8 +107,9 @@ def reference_snapshot(reference: torch.nn.Module) -> ReferenceSnapshot:
 
 
 def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that learn, by name: what a checkpoint holds of a policy."""
-    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+    """What a checkpoint holds of a policy, by name: the adapters where there are some, else all parameters."""
+    every: dict[str, torch.Tensor] = dict(model.named_parameters())
+    return {name: param for name, param in every.items() if name.endswith((LORA_A, LORA_B))} or every
 
 
 def full_shapes(model: torch.nn.Module) -> Shapes:

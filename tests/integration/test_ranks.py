@@ -15,7 +15,7 @@ from keepstep.checkpoint.verify import verify
 pytestmark = pytest.mark.integration
 
 SCRIPT = """
-import gc, hashlib, json, shutil, socket, sys
+import gc, hashlib, json, os, shutil, socket, sys
 import numpy as np, torch, torch.distributed as dist, torch.multiprocessing as mp
 from pathlib import Path
 from keepstep.actor.batch import deal, pack
@@ -277,10 +277,17 @@ def play(index, scenarios):
         if index < world_size:
             function(index, world_size, ports, *arguments)
 
+PORTS = iter(range(20100 + os.getpid() % 400 * 20, 32000))
+
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    # Not one that the system hands out: until it is used it could be given to any connection.
+    for port in PORTS:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 if __name__ == "__main__":
     torch.manual_seed(0)
