@@ -20,7 +20,7 @@ def token_statistics(
     temperature: float,
     packed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, entropies) under softmax(logits / temperature), [B, L-1] each, 0 where the mask is.
+    """(log-probs, entropies) under softmax(logits / temperature), [B, L-1] each, 0 where the mask is 0.
 
     Args:
         model: a causal language model of transformers.

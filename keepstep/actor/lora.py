@@ -48,11 +48,7 @@ def initialise(model: torch.nn.Module, seed: int, rank: int, world_size: int) ->
 
 def base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What the base model's files hold, by the names that they have there."""
-    return {
-        name.replace(BASE, ".weight").replace(".base_layer.", "."): param
-        for name, param in model.named_parameters()
-        if not name.endswith((A, B))
-    }
+    return {_base_name(name): param for name, param in model.named_parameters() if not name.endswith((A, B))}
 
 
 def merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,7 +62,7 @@ def merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if name.endswith(BASE) and module + A in params:
             down, up = (params[module + part].full_tensor().detach() for part in (A, B))  # type: ignore[attr-defined]
             full = full + model.get_submodule(module).scaling["default"] * (up @ down)  # type: ignore[index]
-        yield name.replace(".base_layer.", "."), full
+        yield _base_name(name), full
 
 
 @contextmanager
@@ -82,3 +78,8 @@ def adapters_off(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def _base_name(name: str) -> str:
+    """What a parameter beside an adapter is called in the base model's files."""
+    return name.replace(".base_layer.", ".")

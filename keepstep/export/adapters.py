@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from keepstep.actor.base_weights import BaseWeights
+from keepstep.actor.shards import LORA_A as A
+from keepstep.actor.shards import LORA_B as B
 from keepstep.checkpoint.safetensors_headers import SafetensorsFile
 from keepstep.errors import CheckpointError
 from keepstep.export.weights import Policy, Shape, Weights
-
-A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def merged(policy: Policy, base: Path | None, model: dict[str, Any], checkpoint: Path) -> Policy:
@@ -41,13 +42,11 @@ class AdaptedWeights:
 
     def __init__(self, adapters: Weights, base: Path, scale: float) -> None:
         self._adapters, self._scale = adapters, scale
-        self._file_of: dict[str, Path] = {}
+        self._base = BaseWeights(base)
         self._shapes: dict[str, Shape] = {}
         for path in sorted(base.glob("*.safetensors")):
             with path.open("rb") as file:
-                shards = SafetensorsFile(file).shards
-            self._file_of |= dict.fromkeys(shards, path)
-            self._shapes |= {name: shard.shape for name, shard in shards.items()}
+                self._shapes |= {name: shard.shape for name, shard in SafetensorsFile(file).shards.items()}
         targets = {name.removesuffix(A) + ".weight" for name in adapters.shapes() if name.endswith(A)}
         if unknown := sorted(targets - self._shapes.keys()):
             raise CheckpointError(
@@ -61,10 +60,7 @@ class AdaptedWeights:
 
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor, float32."""
-        from safetensors import safe_open
-
-        with safe_open(self._file_of[name], framework="pt") as file:
-            base: torch.Tensor = file.get_tensor(name).float()
+        base = self._base.tensors([name])[name]
         if name not in self._adapted:
             return base
         module = name.removesuffix(".weight")
