@@ -45,6 +45,7 @@ MAX_CONCURRENT_PARTS = 8
 TRIES = 5
 REQUEST_TIMEOUT_S = 300.0
 ABORT_TIMEOUT_S = 10.0
+SIGNALS_SEEN_EVERY_S = 0.5
 READ_BYTES = 1 << 20
 PRESIGNED_S = 3600
 
@@ -216,7 +217,7 @@ class S3Store:
         return fs
 
     def _run(self, request: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(request)
+        return self._runner.run(_attentive(request))
 
     def _name(self, key: str) -> str:
         return f"{self.prefix}/{key}" if self.prefix else key
@@ -586,6 +587,24 @@ class S3Store:
 def same_tree(reported: str, tree: str) -> bool:
     """Whether a reported SHA-256 is `tree`; some stores leave the `-<count>` of the composite form out."""
     return reported == tree or ("-" not in reported and reported == tree.partition("-")[0])
+
+
+async def _attentive(request: Coroutine[Any, Any, T]) -> T:
+    """The request, in a loop that never sleeps for long.
+
+    A signal that arrives in the moment before the loop falls asleep, or in another thread, does not wake it: Python
+    looks for it when the loop next wakes, and while a transfer hangs that may be a minute later.
+    """
+
+    async def look_up() -> None:
+        while True:
+            await asyncio.sleep(SIGNALS_SEEN_EVERY_S)
+
+    looking = asyncio.ensure_future(look_up())
+    try:
+        return await request
+    finally:
+        looking.cancel()
 
 
 async def _gather(requests: list[Coroutine[Any, Any, T]]) -> list[T]:

@@ -473,23 +473,30 @@ def test_cancelled_transfer_ends_its_thread(stub: Stub, tmp_path: Path, way: str
     assert time.monotonic() - begin < 10
 
 
-def test_ctrl_c_ends_an_upload_that_hangs(stub: Stub, store: S3Store, file: tuple[Path, FileDigest]) -> None:
-    """C172: at once, and the same upload goes on after it."""
+@pytest.mark.parametrize("asleep", [False, True])
+def test_ctrl_c_ends_an_upload_that_hangs(
+    stub: Stub, store: S3Store, file: tuple[Path, FileDigest], asleep: bool
+) -> None:
+    """C172: at once, and the same upload goes on after it; also where the signal did not wake the loop."""
     path, digest = file
     stub.faults.append(Fault(s3_stub.HANG, "PUT", KEY))
+    pressed: list[float] = []
 
     def press() -> None:
         while stub.faults[0].times:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        pressed.append(time.monotonic())
+        if asleep:
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=press)
     thread.start()
-    begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         store.put_file(path, KEY, digest)
-    assert time.monotonic() - begin < 10
     thread.join()
+    assert time.monotonic() - pressed[0] < 10
     store.put_file(path, KEY, digest)
     assert stored(stub) == path.read_bytes()
 
