@@ -12,7 +12,7 @@ the run's folder lost; the Prefect or the S3 server killed; the filesystem full 
 mounted). All runs share the two servers.
 
 Each seed appends one line to benchmarks/results/chaos.jsonl, with the commit and a digest of the engine's sources. A
-seed that fails prints itself and replays with N=1.
+seed that fails prints itself and replays with N=1. SIGTERM lets the schedule that runs be the last one.
 
 Concurrency: one run at a time, and this process alone; a fault that ends by itself (a pause, a full disk) is awaited
 here. Whatever is waited for has a time limit.
@@ -359,14 +359,19 @@ def main() -> int:
     servers.prefect_server(folder / PLATFORM_DIR, holder)
     reference = Driver(folder / "reference", SHORT.overrides)
     assert reference.run_to_end() == 0, reference.tail()
-    num_failed = 0
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
+    num_run = num_failed = 0
     for seed in range(args.seed, args.seed + args.num):
+        if asked:
+            break
+        num_run += 1
         record = {"date": datetime.now(UTC).date().isoformat(), **state, **one(seed, folder, reference, SHORT)}
         num_failed += bool(record["violations"])
         with RESULTS.open("a") as results:
             results.write(json.dumps(record) + "\n")
         print(json.dumps({key: value for key, value in record.items() if key != "faults"}), flush=True)
-    print(f"{args.num - num_failed} of {args.num} schedules passed; runs that failed are kept in {folder}")
+    print(f"{num_run - num_failed} of {num_run} schedules passed; runs that failed are kept in {folder}")
     for role in servers.ROLES:
         record = guard.read_record(guard.record_path(folder / PLATFORM_DIR, role))
         servers.release(folder / PLATFORM_DIR, holder)
