@@ -19,7 +19,9 @@ from keepstep.controller.launch import run_trainer
 from keepstep.errors import KeepstepError, Preempted
 from keepstep.retry import Decision
 from keepstep.retry_budget import RetryBudget
+from keepstep.run import RunDir
 from tasks.artifacts import in_background, publish, rename_task_run
+from tasks.fell_back import tell_fallback
 
 Event = dict[str, Any]
 
@@ -60,6 +62,7 @@ class Attempts:
         self.pause_s = 0.0
         """To be waited before the next one."""
         self._retry, self._budget = config.retry, budget
+        self._run = RunDir.at(config.trainer.output_dir)
         self._rows: list[list[str]] = []
         self._step = 0
 
@@ -78,6 +81,8 @@ class Attempts:
         self._budget.hear(event)
         if event["event"] == "step":
             self._step = event["step"]
+        elif event["event"] == "resumed":
+            tell_fallback(self._run.root, event)
         elif event["event"] == "state_loaded":
             self._show(event["attempt"], event["step"])
 

@@ -1,16 +1,18 @@
 """Prefect's automations, installed once by name: a second one of the same name would act a second time.
 
-python -m keepstep.platform.automations FILE      into the server of PREFECT_API_URL
+python -m keepstep.platform.automations FILE [--block TYPE/NAME]      into the server of PREFECT_API_URL
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -19,6 +21,8 @@ from keepstep.platform.api import PrefectApi
 
 SILENCE_VARIABLE = "KEEPSTEP_SILENCE_S"
 """Replaces the window of silence, in seconds; for tests, whose outages last no minutes."""
+
+NOTIFICATION = "send-notification"
 
 Record = dict[str, Any]
 
@@ -37,6 +41,33 @@ def load(path: Path, silence_s: float | None = None) -> list[Record]:
     """The automations of a file, with the window of silence replaced where one is given."""
     automations: list[Record] = yaml.safe_load(path.read_text(encoding="utf-8"))["automations"]
     return [automation if silence_s is None else _with_window(automation, silence_s) for automation in automations]
+
+
+def with_block(automations: list[Record], block_id: str) -> list[Record]:
+    """The automations, with every notification sent by this block. Pure."""
+
+    def filled(action: Record) -> Record:
+        return action | {"block_document_id": block_id} if action["type"] == NOTIFICATION else action
+
+    return [one | {"actions": [filled(action) for action in one["actions"]]} for one in automations]
+
+
+def block_id(api: PrefectApi, name: str) -> str:
+    """Id of the block `<type>/<name>` of the server, as `Block.load` takes it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    block_type, _, own = name.partition("/")
+    types = api.ask("POST", "block_types/filter", {"block_types": {"slug": {"any_": [block_type]}}})
+    found = api.ask("GET", f"block_types/slug/{quote(block_type, safe='')}/block_documents") if types else []
+    for block in found:
+        if block["name"] == own:
+            return str(block["id"])
+    there = ", ".join(f"{block_type}/{block['name']}" for block in found) or "none of this type"
+    raise ConfigError(
+        f"{api.url} has no block {name} (there: {there}).", f"prefect block create {block_type}, then this again."
+    )
 
 
 def silence_of_environment() -> float | None:
@@ -120,16 +151,38 @@ def _waits_for_silence(automation: Record) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m keepstep.platform.automations FILE", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__spec__.name}", description="Install automations into the server of PREFECT_API_URL."
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="the automations, as YAML")
+    parser.add_argument(
+        "--block", metavar="TYPE/NAME", help="the block that sends notifications: slack-webhook/keepstep"
+    )
+    args = parser.parse_args(arguments)
+    if not args.file.is_file():
+        parser.error(f"{args.file}: no such file")
     try:
-        for change in install(PrefectApi.of_environment(), load(Path(arguments[0]), silence_of_environment())):
+        for change in install_file(PrefectApi.of_environment(), args.file, args.block):
             print(f"{change.action:8}{change.name}")
     except KeepstepError as error:
         print(f"keepstep: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def install_file(api: PrefectApi, file: Path, block: str | None) -> list[Change]:
+    """Install what `file` holds; `block` is the notification block of those that notify, `<type>/<name>`.
+
+    Raises:
+        ConfigError: no block is given to notifications, or there is no such block.
+    """
+    wanted = load(file, silence_of_environment())
+    notifies = any(action["type"] == NOTIFICATION for one in wanted for action in one["actions"])
+    if notifies and block is None:
+        raise ConfigError(
+            f"{file}: its notifications need a block.", "Give --block TYPE/NAME, e.g. slack-webhook/keepstep."
+        )
+    return install(api, with_block(wanted, block_id(api, block)) if notifies and block else wanted)
 
 
 if __name__ == "__main__":

@@ -126,8 +126,10 @@ def prefect_server(platform: Path, holder: ProcessRef, database: str | None = No
 
     def command() -> tuple[list[str], str]:
         port = _port_of_before(home / "port")
-        server = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-        return server, f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{port}"
+        # Messages of automations link to its pages, and it does not know its own address.
+        server = ["env", f"PREFECT_UI_URL={url}", sys.executable, "-m", "prefect", "server", "start"]
+        return [*server, "--host", "127.0.0.1", "--port", str(port)], url
 
     def ready(url: str) -> bool:
         return _answers(f"{url}/api/health")

@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 import yaml
 
-from keepstep import retry
+from keepstep import audit, retry
 from keepstep.cli.main import build_parser, main
 from keepstep.cli.run_command import PREFECT_DEFAULTS
 from keepstep.errors import ConfigError, KeepstepError
 from keepstep.platform import api, automations, guard, local, windows
 from keepstep.run import write_json
+from tasks.fell_back import FELL_BACK, fallback
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = yaml.safe_load((ROOT / "deployments" / "automations.yaml").read_text())["automations"]
+NOTIFICATIONS = yaml.safe_load((ROOT / "deployments" / "notifications.yaml").read_text())["automations"]
 DEPLOYMENTS = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())
 POOLS = [deployment["work_pool"] for deployment in DEPLOYMENTS["deployments"]]
 
@@ -84,6 +86,70 @@ def test_a_run_that_failed_for_good_is_not_missed():
     assert {action["name"] for one in SHIPPED for action in one["actions"] if action["state"] == "FAILED"} <= names
     for one in proactive():
         assert {f"prefect.flow-run.{name}" for name in names} <= set(one["trigger"]["expect"])
+
+
+def test_people_are_told_of_every_name_under_which_a_run_stops():
+    """Of training and audit, by the names that their code gives; what falls back by the event that the task emits."""
+    expected = {one["name"]: set(one["trigger"]["expect"]) for one in NOTIFICATIONS}
+    states = [retry.NOT_RETRYABLE, retry.SAME_FAILURE, retry.RETRIES_EXHAUSTED, "StartsInVain", "Failed"]
+    bad_audits = [name for name in audit.AUDIT_ENDS if name != audit.GOOD]
+    assert expected == {
+        "keepstep-tell-stopped": {f"prefect.flow-run.{name}" for name in states},
+        "keepstep-tell-fell-back": {FELL_BACK},
+        "keepstep-tell-audit": {f"prefect.flow-run.{name}" for name in [*bad_audits, "Failed", "Crashed"]},
+    }
+    document = (ROOT / "docs" / "unattended.md").read_text()
+    assert all(f"| `{name}` |" in document for name in expected) and f"`{FELL_BACK}`" in document
+
+
+def test_a_second_start_that_is_refused_is_told_nobody():
+    """The words of the refusal stand in two places; a schedule would tell them each night."""
+    (stopped,) = [one for one in NOTIFICATIONS if one["name"] == "keepstep-tell-stopped"]
+    pattern = stopped["trigger"]["match"]["prefect.state-message"]
+    assert pattern == "!* is held: *"
+    for source in ("keepstep/attempts.py", "keepstep/preflight/checks.py"):
+        assert "run.root} is held: " in (ROOT / source).read_text()
+
+
+def test_a_block_is_given_to_what_notifies_and_to_nothing_else():
+    given = automations.with_block([SHIPPED[0], NOTIFICATIONS[0]], "b")
+    assert given[0] == SHIPPED[0]
+    assert given[1]["actions"] == [NOTIFICATIONS[0]["actions"][0] | {"block_document_id": "b"}]
+    assert "block_document_id" not in NOTIFICATIONS[0]["actions"][0]
+
+
+def test_notifications_without_a_block_are_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    assert automations.main([str(ROOT / "deployments" / "notifications.yaml")]) == 2
+    assert "Give --block TYPE/NAME" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        automations.main([str(tmp_path / "none.yaml")])
+    assert "none.yaml: no such file" in capsys.readouterr().err
+
+
+def resumed(step: int, newest: int, reason: str, *rejected: int) -> dict[str, Any]:
+    """The trainer's event of an attempt that goes on from `step`."""
+    rejections = [{"step": one, "source": "local", "reason": f"bad {one}"} for one in rejected]
+    plan = {"newest": newest, "reason": reason, "rejections": rejections}
+    return {"event": "resumed", "attempt": 2, "step": step, "plan": plan}
+
+
+def test_what_a_resume_gives_up_is_told_with_its_reasons():
+    """Damage and preference both cost steps; what was rejected below the chosen step costs nothing."""
+    assert fallback(resumed(120, 120, "newest")) is None
+    assert fallback(resumed(120, 120, "newest", 100, 120)) is None, "the store's copy of the same step was taken"
+    assert fallback(resumed(100, 140, "asked for", 140)) is None, "somebody wanted it"
+    assert fallback(resumed(120, 120, "newest", 130, 140, 100)) == {
+        "attempt": 2, "step": 120, "newest": 140, "steps_given_up": 20,
+        "reasons": ["step 140 (local) rejected: bad 140", "step 130 (local) rejected: bad 130"],
+    }  # fmt: skip
+    preferred = fallback(resumed(100, 140, "multiple of 100", 150))
+    assert preferred is not None and (preferred["newest"], preferred["steps_given_up"]) == (150, 50)
+    assert preferred["reasons"][1:] == ["step 100 was preferred to step 140: multiple of 100"]
+    many = fallback(resumed(100, 100, "newest", *range(101, 120)))
+    assert many is not None and many["reasons"][-1] == "14 more rejected" and len(many["reasons"]) == 6
 
 
 def as_found(automation: dict[str, Any], id: str) -> dict[str, Any]:
@@ -197,13 +263,18 @@ def test_a_key_of_the_environment_is_sent_and_not_shown(server, monkeypatch: pyt
 def test_commands_of_the_document_exist():
     """Those of Keepstep parse; those of Prefect are run by tests/integration/test_unattended.py."""
     fences = re.findall(r"^```\n(.*?)^```", (ROOT / "docs" / "unattended.md").read_text(), re.DOTALL | re.MULTILINE)
-    lines = [shlex.split(line, comments=True) for fence in fences for line in fence.splitlines()]
+    # Programs in quotes are run by tests/integration/test_notifications.py.
+    shell = [re.sub(r"'\n[^']*'", "PROGRAM", fence) for fence in fences]
+    lines = [shlex.split(line, comments=True) for fence in shell for line in fence.splitlines()]
     found = [line[line.index("keepstep") + 1 :] for line in lines if "keepstep" in line]
     assert len(found) == 3
     for arguments in found:
         build_parser().parse_args(arguments)
     modules = [line[line.index("-m") + 1] for line in lines if "-m" in line]
-    assert modules == [automations.__spec__.name]
+    assert modules == [automations.__spec__.name] * 3
+    given = [line[line.index("-m") + 2 :] for line in lines if "-m" in line]
+    assert {line[0] for line in given} == {"deployments/automations.yaml", "deployments/notifications.yaml"}
+    assert all(("--block" in line) == (line[0] == "deployments/notifications.yaml") for line in given)
     assert [line[:4] for line in lines if line[:1] == ["prefect"]] == [
         ["prefect", "deployment", "run", "grpo-train/quickstart"]
     ]
