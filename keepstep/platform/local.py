@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from keepstep.errors import ConfigError, KeepstepError, NoProgressError
 from keepstep.platform import automations, guard, servers, windows
-from keepstep.platform.api import LOCAL_POOL, PrefectApi
+from keepstep.platform.api import LOCAL_POOL, PrefectApi, Record
 from keepstep.processes import ProcessRef, hostname
 
 WORKER = "prefect-worker"
@@ -75,7 +78,7 @@ def up(platform: Path, database: str | None) -> Up:
         worker, worker_guard = _worker(platform, api, starter, environment)
         _hold(platform, WORKER, worker_guard)
         _hold(platform, servers.PREFECT_SERVER, server.processes[1])
-        deploy(deployment_file("prefect.yaml"), environment)
+        deploy(api, deployment_file("prefect.yaml"), environment)
         api.pause(LOCAL_POOL, False)
     finally:
         for role in (WORKER, servers.PREFECT_SERVER):
@@ -122,9 +125,45 @@ def client_environment(server_env: dict[str, str]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def deploy(file: Path, environment: dict[str, str]) -> None:
-    """Register all deployments of a file; those that exist are updated."""
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--prefect-file", str(file), "--all"]
+def deploy(api: PrefectApi, file: Path, environment: dict[str, str]) -> None:
+    """Register all deployments of a file; those that exist are updated, and their schedules stay as switched."""
+    declared = yaml.safe_load(file.read_text(encoding="utf-8"))
+    names = [one.get("name") for one in declared["deployments"]]
+    found = api.ask("POST", "deployments/filter", {"deployments": {"name": {"any_": names}}})
+    with tempfile.TemporaryDirectory(prefix="keepstep-") as folder:
+        given = Path(folder) / file.name
+        given.write_text(yaml.safe_dump(as_switched(declared, found)), encoding="utf-8")
+        _register(file, given, environment)
+
+
+def as_switched(declared: Record, found: list[Record]) -> Record:
+    """The declared deployments, where a schedule that exists says nothing of `active`: what is unsaid stays. Pure.
+
+    Args:
+        declared: content of a prefect.yaml.
+        found: the server's deployments.
+    """
+    # Without a slug Prefect makes schedules anew, and they are what they are declared.
+    there = {(*_identity(one), schedule["slug"]) for one in found for schedule in one["schedules"] if schedule["slug"]}
+
+    def unsaid(deployment: Record, schedule: Record) -> Record:
+        known = (*_identity(deployment), schedule.get("slug")) in there
+        return {key: value for key, value in schedule.items() if not (known and key == "active")}
+
+    deployments = [
+        one | {"schedules": [unsaid(one, schedule) for schedule in one["schedules"]]} if "schedules" in one else one
+        for one in declared["deployments"]
+    ]
+    return declared | {"deployments": deployments}
+
+
+def _identity(deployment: Record) -> tuple[str | None, str | None]:
+    return deployment.get("entrypoint"), deployment.get("name")
+
+
+def _register(file: Path, given: Path, environment: dict[str, str]) -> None:
+    """`prefect deploy` of `given`, which is `file` made ready."""
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--prefect-file", str(given), "--all"]
     done = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEPLOY_TIMEOUT_S
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -22,7 +24,7 @@ from keepstep.preflight import contract
 from keepstep.processes import ProcessRef
 from keepstep.run import RunDir, write_json
 from keepstep.storage.remote import open_remote, step_key, upload_checkpoint
-from tests.integration.driver import REPOSITORY
+from tests.integration.driver import REPOSITORY, clean_environment
 from tests.integration.test_unattended import Platform
 from tests.unit import builder
 
@@ -120,6 +122,29 @@ def test_everything_in_the_file_is_registered(platform: Platform):
         assert set(one["parameters"]) <= set(schema["properties"])
         if one["entrypoint"] == "flows.grpo_train.grpo_train":
             assert set(schema["definitions"]["TrainingForm"]["properties"]) == set(TrainingForm.model_fields)
+
+
+def test_schedules_stay_as_a_person_switched_them(platform: Platform):
+    """One by the document's command, one as the page does it; `up` registers both again and undoes neither."""
+
+    def schedule_of(name: str) -> Record:
+        (schedule,) = deployments(platform)[name]["schedules"]
+        return schedule | {"path": f"deployments/{schedule['deployment_id']}/schedules/{schedule['id']}"}
+
+    nightly, daily = schedule_of("single-gpu"), schedule_of("checkpoint-audit")
+    assert (nightly["active"], daily["active"]) == (False, True)
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", "deployment", "schedule", "resume", "grpo-train/single-gpu", nightly["id"]],
+        env={**clean_environment(), "PREFECT_API_URL": platform.api.url, "DO_NOT_TRACK": "1"},
+        capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    platform.api.ask("PATCH", daily["path"], {"active": False})
+    try:
+        platform.keepstep("up")
+        assert (schedule_of("single-gpu")["active"], schedule_of("checkpoint-audit")["active"]) == (True, False)
+    finally:
+        platform.api.ask("PATCH", schedule_of("single-gpu")["path"], {"active": False})
 
 
 def test_a_schedule_fires_and_the_worker_takes_it_up(platform: Platform):

@@ -18,6 +18,7 @@ from flows.form import TrainingForm
 from keepstep.audit import AUDIT_ENDS
 from keepstep.cli.main import build_parser
 from keepstep.config.load import load, validate
+from keepstep.platform import local
 from keepstep.rewards.load import load_reward
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,25 @@ def test_schedules_name_their_time_zone_and_training_waits_to_be_switched_on():
             assert len(schedule["cron"].split()) == 5 and schedule["slug"]
     assert [one["active"] for name in TRAINING for one in schedules[name]] == [False]
     assert [one["active"] for one in schedules["checkpoint-audit"]] == [True]
+
+
+def test_a_schedule_that_exists_keeps_its_switch():
+    """Known by flow, deployment and slug; a deployment of the same name that is somebody else's says nothing."""
+    entrypoint = DEPLOYMENTS["single-gpu"]["entrypoint"]
+
+    def declared(found: list[dict[str, Any]]) -> dict[str, Any]:
+        (schedule,) = next(
+            one["schedules"] for one in local.as_switched(FILE, found)["deployments"] if one["name"] == "single-gpu"
+        )
+        assert {"slug", "cron", "timezone"} <= set(schedule)
+        return schedule
+
+    there = {"name": "single-gpu", "entrypoint": entrypoint, "schedules": [{"slug": "nightly", "active": True}]}
+    assert declared([])["active"] is False
+    assert "active" not in declared([there])
+    assert declared([there | {"entrypoint": "others.flow"}])["active"] is False
+    assert declared([there | {"schedules": [{"slug": None}]}])["active"] is False
+    assert FILE["deployments"][1]["schedules"][0]["active"] is False, "what was declared is left alone"
 
 
 def test_nobody_tries_a_flow_again_but_the_automation():
