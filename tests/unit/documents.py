@@ -21,6 +21,9 @@ NO_COMMANDS = {("docs/unattended.md", "heartbeat")}
 """(document, first word) of fences without commands that bear no label; any other such fence is labelled `text`."""
 
 
+FENCE = re.compile(r"^```(?:python|yaml)\n# ([\w.]+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
 @dataclass(frozen=True)
 class Command:
     """One command as a document has it, cut as a shell would cut it; assignments before it are left out."""
@@ -52,6 +55,14 @@ def in_document(path: Path) -> Iterator[Command]:
             if child.type == "code_inline" and _is_command(child.content):
                 line = next((n for n in range(first, end) if child.content in lines[n]), first)
                 yield Command(name, line + 1, _words(child.content), inline=True)
+
+
+def files_of_the_example(folder: Path) -> None:
+    """Write the files of docs/bring-your-own.md: fences whose first line is a comment with the file's name."""
+    found = FENCE.findall((ROOT / "docs" / "bring-your-own.md").read_text())
+    assert {name for name, _ in found} == {"make_data.py", "reward.py", "mine.yaml"}
+    for name, content in found:
+        (folder / name).write_text(content)
 
 
 def in_comments(path: Path) -> Iterator[Command]:

@@ -115,7 +115,11 @@ def made(tmp_path_factory: pytest.TempPathFactory, sharded_checkpoint: Path) -> 
     run.config.write_text(to_yaml(config))
     run.latest_link.symlink_to(f"step_{STEPS[-1]}")
     tell(run)
-    (folder / "runs" / "smollm2-135m-gsm8k-cpu").symlink_to("mine")
+    for name in ("smollm2-135m-gsm8k-cpu", "backwards"):
+        (folder / "runs" / name).symlink_to("mine")
+    documents.files_of_the_example(folder)
+    (folder / "data").mkdir()
+    standing_run.make_data(folder / "data" / "train.parquet", 640)
     shutil.copytree(ROOT / "tests" / "data" / "verl" / "fsdp2", folder / "verl")
     shutil.copytree(sharded_checkpoint, folder / "sharded" / sharded_checkpoint.name)
     return folder
@@ -172,6 +176,10 @@ def of_keepstep(command: Command) -> None:
     if command.inline and " ".join(command.words) in SURFACE:
         return  # The command's name in a sentence.
     own, passed_on = _cut(arguments)
+    if "--help" in own:
+        with pytest.raises(SystemExit, match="^0$"):
+            main(own)
+        return
     args, rest = understood(command, own)
     assert not rest or (args.takes_overrides and all("=" in setting for setting in rest)), f"{command}: {rest}"
     assert not passed_on or args.passes_on, command
@@ -246,8 +254,9 @@ def of_python(command: Command) -> None:
     if program == "-c":
         compile(arguments[0], str(command), "exec")
     elif program != "-m":
+        script = Path(program) if Path(program).is_file() else ROOT / program
         done = subprocess.run(
-            [sys.executable, ROOT / program, *arguments], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, script, *arguments], capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
     elif arguments[0] not in FOREIGN:
