@@ -24,6 +24,7 @@ from prefect.artifacts import (
 )
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.client.schemas.objects import TaskRun
 from prefect.context import TaskRunContext
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.logging import get_run_logger
@@ -45,6 +46,7 @@ MOST_TIME_SHARE = 0.05
 """Of the flow's time that the page may take: it is drawn more seldom when a long run takes long to read."""
 PACE_STEPS = 20
 NOT_FOUND = 404
+_RENAMING = threading.Lock()
 
 
 def publish(markdown: str, *, key: str, description: str) -> None:
@@ -70,15 +72,17 @@ def rename_task_run(name: str) -> None:
         return
     # Every later state travels with the name its process knows, and would write the old one over the new.
     context.task_run.name = name
-    in_background(lambda: _rename_on_server(context.task_run.id, name))
+    in_background(lambda: _rename_on_server(context.task_run))
 
 
-def _rename_on_server(task_run_id: UUID, name: str) -> None:
+def _rename_on_server(task_run: TaskRun) -> None:
+    """Give it the name that it has by now: of two of these threads the later one may come first."""
     deadline = time.monotonic() + PATIENCE_S
     with get_client(sync_client=True) as client:
         while True:
             try:
-                client.set_task_run_name(task_run_id, name)
+                with _RENAMING:
+                    client.set_task_run_name(task_run.id, task_run.name)
                 return
             except PrefectHTTPStatusError as error:
                 # A task run travels to the server as an event and is not there at once.

@@ -65,6 +65,8 @@ class Attempts:
         self._run = RunDir.at(config.trainer.output_dir)
         self._rows: list[list[str]] = []
         self._step = 0
+        self._begun: int | None = None
+        """The attempt that has begun and was not shown yet."""
 
     def check_budget(self) -> None:
         """Before the first attempt of a flow run that is run again: whether its budget allows one.
@@ -79,7 +81,12 @@ class Attempts:
     def hear(self, event: Event) -> None:
         """Take note of an event of the running attempt; from the task's thread."""
         self._budget.hear(event)
-        if event["event"] == "step":
+        if event["event"] == "attempt_started":
+            self._begun = event["attempt"]
+        elif event["event"] == "step":
+            if self._begun is not None:
+                # It loaded nothing; only its first step tells where it began.
+                self._show(self._begun, event["step"] - 1)
             self._step = event["step"]
         elif event["event"] == "resumed":
             tell_fallback(self._run.root, event)
@@ -101,7 +108,7 @@ class Attempts:
         lost = max(0, self._step - resumed)
         after = self._budget.last.failure_class if self._budget.last else "a new start"
         self._rows.append([str(attempt), after, str(resumed), str(lost)])
-        self._step = resumed
+        self._step, self._begun = resumed, None
         name = f"train_grpo attempt {attempt} from step {resumed}, after {after}, {lost} steps lost"
         rows = [f"| {' | '.join(row)} |" for row in self._rows]
         head = ["| attempt | after | from step | steps lost |", "|---|---|---|---|"]

@@ -117,9 +117,10 @@ class _Bar:
 
 def figures_of(event: dict[str, Any], mean_s: float) -> str:
     """The figures of a finished step: reward, KL, pace, time left."""
-    left = max(0, int(mean_s * (event["total"] - event["step"])))
+    minutes, seconds = divmod(max(0, int(mean_s * (event["total"] - event["step"]))), 60)
+    left = f"{minutes}:{seconds:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
     kl = f"  KL {event['kl']:.4f}" if "kl" in event else ""
-    return f"reward {event['reward']:.3f}{kl}  {mean_s:.2f} s/step  {left // 60}:{left % 60:02d} left"
+    return f"reward {event['reward']:.3f}{kl}  {mean_s:.2f} s/step  {left} left"
 
 
 def upload_note(event: dict[str, Any]) -> str:

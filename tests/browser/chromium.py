@@ -16,11 +16,15 @@ from websockets.sync.client import connect
 from tests.integration.driver import REPOSITORY
 
 SCREENSHOTS = REPOSITORY / "build" / "screenshots"
-BINARY = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
-)
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chromium-headless-shell")
+BINARY = next((found for name in NAMES if (found := shutil.which(name))), "")
+NO_BROWSER = "no Chromium: apt-get install chromium"
+KEPT: list[Path] = []
+"""Screenshots of this test run."""
 PATIENCE_S = 60.0
 POLL_S = 0.2
+STILL, STILL_S = 3, 0.5
+"""Pictures that have to be equal, and seconds between two of them."""
 MAX_HEIGHT = 6000
 
 
@@ -39,16 +43,26 @@ class Browser:
         """Addresses that pages asked for."""
 
     def __enter__(self) -> Browser:
+        try:
+            self._open()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _open(self) -> None:
         port = wait_for(self._port)
         self._socket = connect(f"ws://127.0.0.1:{port[0]}{port[1]}", max_size=None)
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Network", "Runtime"):
             self.call(f"{domain}.enable")
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
+        self._end()
+
+    def _end(self) -> None:
         self._process.terminate()
         self._process.wait(timeout=30)
 
@@ -87,6 +101,16 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
+    def settle(self) -> None:
+        """Wait until what is drawn stays as it is: a canvas tells nothing of itself."""
+        seen: list[str] = []
+
+        def still() -> bool:
+            seen.append(self.call("Page.captureScreenshot")["data"])
+            return len(seen) >= STILL and len(set(seen[-STILL:])) == 1
+
+        wait_for(still, interval_s=STILL_S)
+
     def keep(self, name: str, *, whole: bool = True) -> Path:
         """Keep a screenshot, of the whole page or of the screen."""
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
@@ -97,14 +121,15 @@ class Browser:
             clip = {"clip": area, "captureBeyondViewport": True}
         path = SCREENSHOTS / f"{name}.png"
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **clip)["data"]))
+        KEPT.append(path)
         return path
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
+def wait_for(condition: Callable[[], Any], timeout_s: float = PATIENCE_S, interval_s: float = POLL_S) -> Any:
     """The first true value; a failure after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if found := condition():
             return found
-        time.sleep(POLL_S)
+        time.sleep(interval_s)
     raise AssertionError(f"not within {timeout_s:.0f} s")

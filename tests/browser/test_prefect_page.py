@@ -1,4 +1,4 @@
-"""The Prefect page of a finished quickstart, opened as a person opens it: `keepstep ui RUN`, then a browser."""
+"""A finished quickstart, looked at as a person does: `keepstep ui RUN`, then a browser; and its report."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
+from keepstep.cli.main import main
 from keepstep.run import RunDir
 from tasks.artifacts import key_of
-from tests.browser.chromium import BINARY, Browser, wait_for
+from tests.browser.chromium import BINARY, NO_BROWSER, Browser, wait_for
 from tests.integration.driver import Driver, clean_environment
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(not BINARY, reason="no Chromium: apt-get install chromium"),
+    pytest.mark.skipif(not BINARY, reason=NO_BROWSER),
 ]
 RUN_S, START_S = 900.0, 90.0
 WIDTH, HEIGHT = 1400, 1700
@@ -69,10 +70,17 @@ def shown(browser: Browser, *words: str) -> None:
     wait_for(lambda: not missing(), START_S)
 
 
-def test_the_flow_run_with_its_tasks(browser: Browser, address: str):
+def test_the_flow_run_with_its_tasks(browser: Browser, address: str, run: RunDir):
+    """Each task by its name: the attempt with the step where it began, checkpoints with their steps."""
     (flow_run,) = ask_api(address, "/flow_runs")
     browser.show(f"{address}/runs/flow-run/{flow_run['id']}", width=WIDTH, height=HEIGHT)
     shown(browser, "Completed", "checkpoint of step 12 verified")
+    browser.ask("[...document.querySelectorAll('li')].find(one => one.innerText.trim() === 'Task Runs').click()")
+    checkpoints = [f"verify-checkpoint-step-{step}" for step in (4, 8, 12)]
+    checkpoints += [f"upload-checkpoint-step-{step}" for step in (8, 12)]
+    attempt = f"train_grpo attempt {max(run.attempt_numbers())} from step 0"
+    shown(browser, "check_dataset", "preflight", "plan_resume", attempt, *checkpoints, "finish")
+    browser.settle()
     browser.keep("prefect-flow-run", whole=False)
 
 
@@ -99,3 +107,10 @@ def test_the_progress(browser: Browser, address: str, run: RunDir):
     browser.show(f"{address}/artifacts/artifact/{progress['id']}", width=WIDTH, height=900)
     shown(browser, "step 12 of 12")
     browser.keep("prefect-progress", whole=False)
+
+
+def test_the_report_of_a_real_run(browser: Browser, run: RunDir):
+    assert main(["report", str(run.root)]) == 0
+    browser.show((run.root / "report.html").as_uri(), width=WIDTH)
+    shown(browser, "finished, at step 12 of 12", "Reward", "Attempts", "Checkpoints", "Settings and environment")
+    browser.keep("report-quickstart")

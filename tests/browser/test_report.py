@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from keepstep.cli.main import main
-from tests.browser.chromium import BINARY, Browser
+from tests.browser.chromium import BINARY, NO_BROWSER, Browser
 from tests.unit import report_runs
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(not BINARY, reason="no Chromium: apt-get install chromium")]
+pytestmark = pytest.mark.skipif(not BINARY, reason=NO_BROWSER)
 PHONE, DESK = 390, 1280
 CONTRAST = """
 (() => {

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from keepstep.cli.progress import figures_of
+
 Event = dict[str, Any]
 TELL = """
 import json, sys
@@ -102,6 +104,13 @@ def test_standard_output_in_a_file_stays_there(tmp_path: Path):
     out = tmp_path / "out"
     told = on_terminal([BEGIN, STEP, {"event": "print", "text": "a result"}], out)
     assert out.read_text() == "a result\nthe summary\n" and "a result" not in told
+
+
+def test_time_left_has_hours_from_one_hour_on():
+    """It was 300:00 for five hours, which reads as minutes or as hours."""
+    for mean_s, left in ((1.0, "1:30"), (39.99, "59:59"), (40.0, "1:00:00"), (208.9, "5:13:21")):
+        event = STEP | {"step": 0, "total": 90}
+        assert figures_of(event, mean_s).endswith(f" {left} left"), mean_s
 
 
 def test_an_upload_tells_how_far_it_is():
