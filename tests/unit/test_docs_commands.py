@@ -177,7 +177,7 @@ def of_keepstep(command: Command) -> None:
         return  # The command's name in a sentence.
     own, passed_on = _cut(arguments)
     if "--help" in own:
-        with pytest.raises(SystemExit, match="^0$"):
+        with pytest.raises(SystemExit, match=r"^0$"):
             main(own)
         return
     args, rest = understood(command, own)
