@@ -13,7 +13,9 @@ import pytest
 from keepstep.cli.main import main
 from keepstep.config.load import load, validate
 from keepstep.data.loader import EXTRA_INFO, GROUND_TRUTH, REWARD_MODEL
+from keepstep.errors import RewardError
 from keepstep.rewards.load import load_reward
+from keepstep.rewards.scoring import Question, score_all
 from tests.unit import documents, export_builder
 
 
@@ -63,3 +65,14 @@ def test_preflight_would_let_it_start(example: Path, capsys: pytest.CaptureFixtu
     assert checks["reward_sample"]["sentence"] == "scores the first row's own answer 1 and an empty text 0"
     assert checks["dataset"]["status"] == checks["export"]["status"] == "ok"
     assert not (example / "runs" / "backwards" / "run.json").exists(), "nothing is started"
+
+
+def test_the_reward_of_the_rewards_page_is_one(tmp_path: Path):
+    """docs/rewards.md: its other numbers become metrics."""
+    text = (documents.ROOT / "docs" / "rewards.md").read_text()
+    (function,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "reward.py").write_text(function)
+    question = Question("mine", "an answer", "truth", {})
+    (outcome,) = score_all(load_reward("compute_score", str(tmp_path / "reward.py")), [question], None, lambda _: None)
+    assert not isinstance(outcome, RewardError) and outcome.value == 1.0
+    assert outcome.parts == {"right": 1.0, "form": 0.5}
