@@ -196,6 +196,9 @@ def links(config: RunConfig, run: RunDir) -> list[tuple[str, str]]:
         ("TensorBoard", f"tensorboard --logdir {run.tensorboard}"),
         ("what is wrong with it", f"keepstep doctor {run.root}"),
     ]
+    if config.ray.address:
+        # A cluster's job server is its dashboard; the Ray of one machine has none.
+        found.append(("Ray dashboard", config.ray.address))
     if config.s3.bucket:
         found.append(("store", f"s3://{config.s3.bucket}/{config.s3.prefix or run.default_s3_prefix}"))
     elif config.s3.embedded:

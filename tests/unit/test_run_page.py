@@ -91,6 +91,13 @@ def test_time_left_is_told():
     assert progress_text(40, 40, []) == "step 40 of 40"
 
 
+def test_links_name_the_dashboard_of_a_cluster(tmp_path: Path):
+    folder, run = f"trainer.output_dir={tmp_path}/run", RunDir.at(tmp_path / "run")
+    assert "Ray dashboard" not in dict(links(load("quickstart", [folder]), run))
+    cluster = load("quickstart", [folder, "ray.address=http://head:8265"])
+    assert ("Ray dashboard", "http://head:8265") in links(cluster, run)
+
+
 def test_links_name_the_store(tmp_path: Path):
     folder = f"trainer.output_dir={tmp_path}/run"
     run = RunDir.at(tmp_path / "run")

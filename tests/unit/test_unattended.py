@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from keepstep import audit, retry
+from keepstep.checkpoint.plan import Rejection, ResumePlan
 from keepstep.cli.main import build_parser, main
 from keepstep.cli.run_command import PREFECT_DEFAULTS
 from keepstep.errors import ConfigError, KeepstepError
@@ -131,9 +132,9 @@ def test_notifications_without_a_block_are_not_installed(
 
 def resumed(step: int, newest: int, reason: str, *rejected: int) -> dict[str, Any]:
     """The trainer's event of an attempt that goes on from `step`."""
-    rejections = [{"step": one, "source": "local", "reason": f"bad {one}"} for one in rejected]
-    plan = {"newest": newest, "reason": reason, "rejections": rejections}
-    return {"event": "resumed", "attempt": 2, "step": step, "plan": plan}
+    plan = ResumePlan(step=step, source="s3", reason=reason, newest=newest, steps_given_up=newest - step)
+    plan.rejections = [Rejection(one, "local", f"bad {one}") for one in rejected]
+    return {"event": "resumed", "attempt": 2, "step": step, "plan": plan.to_record()}
 
 
 def test_what_a_resume_gives_up_is_told_with_its_reasons():
