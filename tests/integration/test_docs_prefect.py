@@ -86,6 +86,16 @@ def test_a_schedule_is_switched_on(registered: dict[str, Record], api: PrefectAp
     assert schedule["active"]
 
 
+def test_a_schedule_of_ones_own_outlives_the_next_registration(
+    registered: dict[str, Record], api: PrefectApi, as_written: Callable[..., str]
+):
+    """`keepstep up` registers the same file at every start."""
+    as_written("schedule", "create")
+    as_written("deploy", "--all", "--prefect-file")
+    (schedule,) = api.ask("GET", f"deployments/{registered['quickstart']['id']}")["schedules"]
+    assert schedule["active"] and schedule["schedule"]["cron"] == "0 22 * * *"
+
+
 def test_a_failed_flow_run_is_queued_again(
     registered: dict[str, Record], api: PrefectApi, as_written: Callable[..., str]
 ):
@@ -102,6 +112,8 @@ def test_blocks_are_listed(as_written: Callable[..., str]):
 
 
 def test_a_worker_polls(registered: dict[str, Record], api: PrefectApi):
+    # A schedule that is due at this very minute must not begin a training.
+    api.pause(LOCAL_POOL, True)
     process = subprocess.Popen(
         arguments("worker", "start"), env=environment(api), cwd=REPOSITORY, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

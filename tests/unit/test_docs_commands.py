@@ -76,6 +76,9 @@ ELSEWHERE = {
     "prefect work-pool create": (
         f"{INTEGRATION}/test_docs_prefect.py", "test_what_another_server_is_given", '"work-pool"'),
     "prefect worker start": (f"{INTEGRATION}/test_docs_prefect.py", "test_a_worker_polls", '"worker"'),
+    "prefect deployment schedule create": (
+        f"{INTEGRATION}/test_docs_prefect.py", "test_a_schedule_of_ones_own_outlives_the_next_registration",
+        '"create"'),
     "prefect deployment schedule ls": (
         f"{INTEGRATION}/test_docs_prefect.py", "test_a_schedule_is_switched_on", '"ls"'),
     "prefect deployment schedule resume": (
