@@ -150,7 +150,7 @@ def lab(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("places", by_words(), ids=lambda places: str(places[0])[:80])
 def test_command(places: list[Command], lab: Path):
     program = places[0].words[0]
-    assert program in CHECKS, f"{', '.join(map(str, places))}: nothing here runs or understands it"
+    assert program in CHECKS, f"{places[0]}: nothing here runs or understands it; output in a fence is labelled `text`"
     CHECKS[program](places[0])
 
 

@@ -8,6 +8,8 @@ import json
 import re
 import stat
 import sys
+import urllib.error
+import urllib.request
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,30 @@ def test_embedded_servers_listen_on_the_loopback_address(tmp_path: Path, monkeyp
     servers.prefect_server(tmp_path, ProcessRef.current("flow"))
     (line,) = started
     assert line[line.index("--host") + 1] == "127.0.0.1"
+
+
+def test_inner_ports_of_the_embedded_store_ask_for_nothing(tmp_path: Path):
+    """What the page warns of: without credentials its S3 port refuses, and its filer takes a file."""
+    holder = ProcessRef.current("flow")
+    store = servers.object_store(tmp_path / ".keepstep", holder)
+    try:
+        filer = next(port for ref in store.processes for port in _filer_ports(ref.pid))
+        with _put(f"http://127.0.0.1:{filer}/buckets/{servers.BUCKET}/x") as answer:
+            assert answer.status == 201
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            _put(f"{store.url}/{servers.BUCKET}/x")
+    finally:
+        servers.release(tmp_path / ".keepstep", holder)
+
+
+def _filer_ports(pid: int) -> list[str]:
+    return re.findall(r"-filer\.port=(\d+)", Path(f"/proc/{pid}/cmdline").read_text())
+
+
+def _put(url: str) -> Any:
+    """The answer, with no credentials and past any proxy."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return opener.open(urllib.request.Request(url, data=b"anybody's", method="PUT"), timeout=60)
 
 
 def test_local_ray_has_no_dashboard():
