@@ -101,7 +101,7 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Wait until what is drawn stays as it is: a canvas tells nothing of itself."""
         seen: list[str] = []
 
@@ -112,13 +112,15 @@ class Browser:
         wait_for(still, interval_s=STILL_S)
 
     def keep(self, name: str, *, whole: bool = True) -> Path:
-        """Keep a screenshot, of the whole page or of the screen."""
+        """Keep a screenshot, of the whole page, or of the screen when it stands still."""
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         clip = {}
         if whole:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]
             area = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], MAX_HEIGHT), "scale": 1}
             clip = {"clip": area, "captureBeyondViewport": True}
+        else:
+            self._settle()
         path = SCREENSHOTS / f"{name}.png"
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **clip)["data"]))
         KEPT.append(path)

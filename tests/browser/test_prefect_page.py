@@ -80,7 +80,6 @@ def test_the_flow_run_with_its_tasks(browser: Browser, address: str, run: RunDir
     checkpoints += [f"upload-checkpoint-step-{step}" for step in (8, 12)]
     attempt = f"train_grpo attempt {max(run.attempt_numbers())} from step 0"
     shown(browser, "check_dataset", "preflight", "plan_resume", attempt, *checkpoints, "finish")
-    browser.settle()
     browser.keep("prefect-flow-run", whole=False)
 
 
