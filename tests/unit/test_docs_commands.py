@@ -7,6 +7,7 @@ parser to its end, and `ELSEWHERE` names the test that runs it for real. A comma
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import itertools
 import json
@@ -330,6 +331,7 @@ def run_elsewhere(name: str, where: Command | str = "") -> None:
     assert text in source_with_helpers(ROOT / path, function), f"{path}::{function} does not run `{name}`: no {text}"
 
 
+@functools.cache
 def source_with_helpers(path: Path, function: str) -> str:
     """Source of a test with all that it uses of its own module, fixtures and constants included."""
     text = path.read_text()
