@@ -108,16 +108,17 @@ def python(api: PrefectApi, *arguments: str, **environment: str) -> None:
 
 @pytest.fixture(scope="module")
 def installed(api: PrefectApi, webhook: Webhook) -> None:
-    """The block is made by the document's own command; the installation is repeated, which changes nothing."""
+    """Blocks are made by the document's own programs; the installation is repeated, which changes nothing."""
     text = (REPOSITORY / "docs" / "unattended.md").read_text()
-    (program,) = re.findall(r"python -c '(\n[^']*CustomWebhook[^']*)'", text)
-    python(api, "-c", program, WEBHOOK_URL=webhook.url)
+    slack, custom = re.findall(r"python -c '(\n[^']*)'", text)
+    python(api, "-c", slack + custom, WEBHOOK_URL=webhook.url)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PREFECT_API_URL", api.url)
         for _ in range(2):
             assert automations.main([str(FILE), "--block", "custom-webhook/keepstep"]) == 0
     wanted = automations.with_block(automations.load(FILE), automations.block_id(api, "custom-webhook/keepstep"))
     assert {change.action for change in automations.install(api, wanted)} == {"keep"}
+    assert automations.block_id(api, "slack-webhook/keepstep") != automations.block_id(api, "custom-webhook/keepstep")
 
 
 def end(api: PrefectApi, flow: str, name: str, message: str) -> str:
