@@ -208,6 +208,7 @@ class Bench:
                 correction=self.config.algorithm.rollout_correction,
                 max_response_length=32,
                 needs_reference=False,
+                needs_old_log_probs=True,
             )
             for rank in range(NUM_RANKS)
         ]

@@ -27,10 +27,10 @@ class Ranks:
     """Log-probs as the engine says them; no update."""
 
     def log_probs(self, shards: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-        return [{"old": shard.engine_log_probs, "ref": shard.engine_log_probs} for shard in shards]
+        return [{"ref": shard.engine_log_probs} for shard in shards]
 
-    def update(self, shards: Sequence[Any], _log_probs: Any, _mini_batches: Any) -> dict[str, float]:
-        return {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0, "actor/lr": 0.0}
+    def update(self, shards: Sequence[Any], _log_probs: Any, _mini_batches: Any) -> tuple[dict[str, float], list[Any]]:
+        return {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0, "actor/lr": 0.0}, [s.engine_log_probs for s in shards]
 
     def full_weights(self) -> None: ...
 

@@ -55,12 +55,25 @@ class Work:
 
 
 QUICKSTART = Work(
-    "quickstart", 64, 32, 256, 8, 16, 4, 5e-4, 0.01, "exact_match", 30, 5, ("actor_rollout_ref.rollout.num_engines=2",)
+    "quickstart",
+    64,
+    32,
+    256,
+    8,
+    16,
+    4,
+    5e-4,
+    0.01,
+    "exact_match",
+    30,
+    5,
+    ("actor_rollout_ref.rollout.num_engines=2", "actor_rollout_ref.actor.use_prefix_grouper=true"),
 )
 SMOLLM2_64 = Work(
     "smollm2", 4, 4, 8, 8, 128, 64, 1e-6, 0.01, "gsm8k", 3, 1,
     ("actor_rollout_ref.rollout.num_engines=2", "actor_rollout_ref.actor.use_dynamic_bsz=true",
-     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1536", "ray.object_store_bytes=2000000000"),
+     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1536", "actor_rollout_ref.actor.use_prefix_grouper=true",
+     "ray.object_store_bytes=2000000000"),
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ padding's own outputs are masked out of every sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -29,13 +29,14 @@ class Batch:
     """[B] float32."""
     lengths: np.ndarray
     """[B] int64: tokens of each sequence without its padding."""
+    prompt_lengths: np.ndarray
+    """[B] int64: those of its prompt."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def rows(self, index: slice | Sequence[int]) -> Batch:
-        parts = (self.tokens, self.mask, self.engine_log_probs, self.advantages, self.lengths)
-        return Batch(*(part[index] for part in parts))
+        return Batch(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def trimmed(self) -> Batch:
         """Padded no further than to the longest sequence."""
@@ -71,7 +72,9 @@ def pack(
         tokens[row, :begin], tokens[row, begin:end] = prompt, response
         mask[row, begin - 1 : end - 1] = 1.0
         engine[row, begin - 1 : end - 1] = scores
-    return Batch(tokens, mask, engine, np.zeros(len(prompts), dtype=np.float32), np.array(lengths, dtype=np.int64))
+    prompt_lengths = [len(prompt) for prompt in prompts]
+    advantages = np.zeros(len(prompts), dtype=np.float32)
+    return Batch(tokens, mask, engine, advantages, *(np.array(n, dtype=np.int64) for n in (lengths, prompt_lengths)))
 
 
 def deal(num_prompts: int, group_size: int, mini_batch_size: int, world_size: int) -> list[list[list[int]]]:

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from keepstep.actor.forward import ATTENTION
 from keepstep.actor.lora import add_adapters
 from keepstep.config.schema import FsdpConfig, ModelConfig
+from keepstep.errors import ConfigError
 
 
-def build_model(model_dir: str, model: ModelConfig, fsdp: FsdpConfig, device: str, world_size: int) -> torch.nn.Module:
+def build_model(
+    model_dir: str, model: ModelConfig, fsdp: FsdpConfig, device: str, world_size: int, packed: bool
+) -> torch.nn.Module:
     """The causal language model of a Hugging Face folder under FSDP2, its parameters on `device` and without values.
 
     Collective over the default process group.
+
+    Args:
+        packed: it will see packed sequences.
+
+    Raises:
+        ConfigError: its attention cannot be had for them.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_dir)
+    _without_dropout(config)
     with torch.device("meta"):
-        found = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        attention = ATTENTION if packed else "sdpa"
+        found = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     found.config.use_cache = False
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if packed and others:
+        raise ConfigError(
+            f"{model_dir} has layers of {', '.join(sorted(others))}: its sequences cannot be packed.",
+            "Leave out actor_rollout_ref.model.use_remove_padding and actor_rollout_ref.actor.use_prefix_grouper.",
+        )
     if model.lora_rank:
         add_adapters(found, model)
     if model.enable_gradient_checkpointing:
@@ -39,6 +59,13 @@ def build_model(model_dir: str, model: ModelConfig, fsdp: FsdpConfig, device: st
     found.tie_weights()
     _fill_buffers(found)
     return found.train()
+
+
+def _without_dropout(config: Any) -> None:
+    """The engine samples without: with it the ratio of a first update would be something other than 1."""
+    for name, value in config.to_dict().items():
+        if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def _fill_buffers(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""From token ids to log-probs and entropies of the tokens that count, rows padded or packed.
+"""From token ids to log-probs and entropies of the tokens that count, in any layout.
 
 B rows of at most L tokens; [B, L-1] arrays speak at position t of token t+1. Only positions that the mask asks for go
 through the vocabulary's matrix: prompts are most of the tokens, and their logits most of the memory.
@@ -6,43 +6,46 @@ through the vocabulary's matrix: prompts are most of the tokens, and their logit
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import numpy as np
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from keepstep.actor.batch import Batch
+from keepstep.actor.layout import Layout, lay_out
 from keepstep.algorithm.logits import token_log_probs_and_entropy
+
+ATTENTION = "by_rows"
+"""Name of `attend_by_rows` for transformers."""
+Statistics = tuple[torch.Tensor, torch.Tensor]
 
 
 def token_statistics(
-    model: torch.nn.Module,
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    temperature: float,
-    packed: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, entropies) under softmax(logits / temperature), [B, L-1] each, 0 where the mask is 0.
+    model: torch.nn.Module, batch: Batch, *, temperature: float, layout: Layout, device: str = "cpu"
+) -> Statistics:
+    """(log-probs, entropies) under softmax(logits / temperature), [B, L-1] each, 0 where the batch's mask is 0.
 
     Args:
-        model: a causal language model of transformers.
-        tokens: [B, L], right-padded.
-        lengths: [B], tokens of each row without its padding.
-        mask: [B, L-1], not 0 where a value is wanted.
-        packed: rows stand behind each other in one, and each attends to itself alone; else side by side, padded.
+        model: a causal language model of transformers, on `device`; its attention is `ATTENTION` unless padded.
     """
-    if not bool(mask.any()):
+    if not batch.mask.any():
         # Collectives of the other ranks wait for this forward pass, and for its backward pass.
-        mask = torch.zeros_like(mask).index_fill_(1, torch.tensor([0], device=mask.device), 1.0)
-        found = token_statistics(model, tokens, lengths, mask, temperature=temperature, packed=packed)
+        mask = np.zeros_like(batch.mask)
+        mask[:, 0] = 1.0
+        found = token_statistics(model, batch.with_mask(mask), temperature=temperature, layout=layout, device=device)
         return found[0] * 0.0, found[1] * 0.0
-    return (_packed if packed else _padded)(model, tokens, lengths, mask > 0, temperature)
+    if layout == "padded":
+        return _padded(model, batch, temperature, device)
+    return _packed(model, batch, layout, temperature, device)
 
 
-def _padded(
-    model: torch.nn.Module, tokens: torch.Tensor, _lengths: torch.Tensor, wanted: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(model: torch.nn.Module, batch: Batch, temperature: float, device: str) -> Statistics:
+    tokens, wanted = _tensors(device, batch.tokens, batch.mask > 0)
     columns = wanted.any(dim=0).nonzero().flatten()
     first, last = int(columns[0]), int(columns[-1])
-    keep = torch.arange(first, last + 1, device=tokens.device)
+    keep = torch.arange(first, last + 1, device=device)
     # Right padding needs no attention mask in a causal model: no token that counts sees a padding token.
     logits = model(input_ids=tokens[:, : last + 1], logits_to_keep=keep, use_cache=False).logits
     found = token_log_probs_and_entropy(logits, tokens[:, first + 1 : last + 2], temperature)
@@ -51,19 +54,56 @@ def _padded(
     return log_probs, entropies
 
 
-def _packed(
-    model: torch.nn.Module, tokens: torch.Tensor, lengths: torch.Tensor, wanted: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    there = positions < lengths.unsqueeze(1)
-    keep = torch.nn.functional.pad(wanted, (0, 1))[there].nonzero().flatten()
-    # Positions that begin anew tell transformers where a row begins; beside a cache it would not look.
+def _packed(model: torch.nn.Module, batch: Batch, layout: Layout, temperature: float, device: str) -> Statistics:
+    packed, (rows, at) = lay_out(batch, layout), np.nonzero(batch.mask)
+    tokens, positions, places, owners, keep, next_tokens, wanted = _tensors(
+        device, packed.tokens, packed.positions, packed.places, packed.owners,
+        packed.places[rows, at], batch.tokens[rows, at + 1], batch.mask > 0,
+    )  # fmt: skip
     logits = model(
-        input_ids=tokens[there].unsqueeze(0),
-        position_ids=positions[there].unsqueeze(0),
+        input_ids=tokens.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
         logits_to_keep=keep,
         use_cache=False,
+        places=places,
+        owners=owners,
     ).logits
-    found = token_log_probs_and_entropy(logits, tokens[:, 1:][wanted].unsqueeze(0), temperature)
-    log_probs, entropies = (torch.zeros(wanted.shape, device=v.device).masked_scatter(wanted, v[0]) for v in found)
+    found = token_log_probs_and_entropy(logits, next_tokens.unsqueeze(0), temperature)
+    log_probs, entropies = (torch.zeros(wanted.shape, device=device).masked_scatter(wanted, v[0]) for v in found)
     return log_probs, entropies
+
+
+def attend_by_rows(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    places: torch.Tensor | None = None,
+    owners: torch.Tensor | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of transformers for packed sequences: each row to itself, side by side, as if nothing were packed.
+
+    No mask of all tokens against all, and plain causal attention, for which every device has its best kernel.
+
+    Args:
+        query, key, value: [1, heads, S, head_dim].
+        places, owners: of `keepstep.actor.layout.Packed`; without them nothing is packed.
+    """
+    if places is None or owners is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
+    query, key, value = (_select(each[0].transpose(0, 1), places).transpose(1, 2) for each in (query, key, value))
+    found, _ = sdpa_attention_forward(module, query, key, value, None, **rest)
+    return _select(found.flatten(0, 1), owners).unsqueeze(0), None
+
+
+def _select(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return states.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+
+def _tensors(device: str, *arrays: np.ndarray) -> list[Any]:
+    return [torch.tensor(array, device=device) for array in arrays]
+
+
+AttentionInterface.register(ATTENTION, attend_by_rows)

@@ -7,30 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from keepstep.actor.layout import Costs
+
 
 def by_count(rows: Sequence[int], size: int) -> list[list[int]]:
     """`size` rows each, in order."""
     return [list(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
-def by_tokens(rows: Sequence[int], lengths: Sequence[int], budget: int, *, packed: bool) -> list[list[int]]:
-    """As many rows as `budget` tokens hold, rows of like length together; a row that is longer stands alone.
+def by_tokens(rows: Sequence[int], costs: Costs, budget: int) -> list[list[int]]:
+    """As many groups of rows as `budget` tokens hold, those of like cost together.
 
-    Args:
-        lengths: tokens of each row of the batch, prompt and response.
-        packed: rows stand one behind the other; else each takes as many tokens as the longest beside it.
+    A group that costs more is cut, a row that does stands alone.
     """
+    groups: dict[int, list[int]] = {}
+    for row in rows:
+        groups.setdefault(costs.groups[row], []).append(row)
+    units = [unit for group in groups.values() for unit in _filled([[row] for row in group], costs, budget)]
+    return _filled(sorted(units, key=lambda unit: -costs(unit)), costs, budget)
+
+
+def _filled(units: Sequence[list[int]], costs: Costs, budget: int) -> list[list[int]]:
+    """Units in order, each joined to those before it while the budget holds them."""
     parts: list[list[int]] = []
-    for row in sorted(rows, key=lambda row: -lengths[row]):
-        if parts and cost([*parts[-1], row], lengths, packed=packed) <= budget:
-            parts[-1].append(row)
+    for unit in units:
+        if parts and costs([*parts[-1], *unit]) <= budget:
+            parts[-1] = [*parts[-1], *unit]
         else:
-            parts.append([row])
+            parts.append(unit)
     return parts
 
 
-def split_to(parts: list[list[int]], lengths: Sequence[int], num: int) -> list[list[int]]:
-    """The same rows in `num` parts (not below `len(parts)`), the largest halved first.
+def split_to(parts: list[list[int]], costs: Costs, num: int) -> list[list[int]]:
+    """The same rows in `num` parts (not below `len(parts)`), the costliest halved first.
 
     Every forward pass is a collective of all ranks, so all must make equally many.
     """
@@ -38,14 +47,8 @@ def split_to(parts: list[list[int]], lengths: Sequence[int], num: int) -> list[l
     while len(found) < num:
         divisible = [part for part in found if len(part) > 1]
         assert divisible, "every rank has as many rows, so none needs more parts than another has rows"
-        largest = max(divisible, key=lambda part: sum(lengths[row] for row in part))
+        largest = max(divisible, key=costs)
         half = len(largest) // 2
         found.append(largest[half:])
         del largest[half:]
     return found
-
-
-def cost(part: Sequence[int], lengths: Sequence[int], *, packed: bool) -> int:
-    """Tokens that a forward pass of these rows is made of."""
-    own = [lengths[row] for row in part]
-    return sum(own) if packed else max(own) * len(own)

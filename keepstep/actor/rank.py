@@ -20,6 +20,7 @@ from keepstep.actor.batch import Batch, pack
 from keepstep.actor.build import build_model
 from keepstep.actor.forward import token_statistics
 from keepstep.actor.host_buffer import HostBuffer
+from keepstep.actor.layout import Costs, Layout
 from keepstep.actor.micro_batches import by_count, by_tokens, split_to
 from keepstep.actor.objective import Objective, Tokens
 from keepstep.actor.rng import restore_rng_states, rng_states, seed_everything
@@ -52,6 +53,11 @@ class RankSpec:
     correction: RolloutCorrectionConfig
     max_response_length: int
     needs_reference: bool
+    needs_old_log_probs: bool
+
+    @property
+    def layout(self) -> Layout:
+        return "grouped" if self.actor.use_prefix_grouper else "packed" if self.model.use_remove_padding else "padded"
 
     @property
     def objective(self) -> Objective:
@@ -192,8 +198,8 @@ class Rank:
         return [[float(value) for value in row[: len(ids) - 1]] for ids, row in zip(prompts, found, strict=True)]
 
     def log_probs(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Log-probs of the batch's tokens before the update: {"old": [B, L-1], "ref": [B, L-1]} (if it is needed)."""
-        found = {"old": self._log_probs(self.model, batch)}
+        """Log-probs of the batch's tokens before the update: {"old": [B, L-1], "ref": [B, L-1]}, as far as needed."""
+        found = {"old": self._log_probs(self.model, batch)} if self.spec.needs_old_log_probs else {}
         if self.reference is not None:
             found["ref"] = self._log_probs(self.reference, batch)
         elif self.spec.needs_reference:
@@ -201,9 +207,16 @@ class Rank:
                 found["ref"] = self._log_probs(self.model, batch)
         return found
 
-    def update(self, batch: Batch, log_probs: dict[str, np.ndarray], mini_batches: list[list[int]]) -> dict[str, float]:
-        """All optimizer updates of one step on this rank's rows; returns means over the step, equal on all ranks."""
+    def update(
+        self, batch: Batch, log_probs: dict[str, np.ndarray], mini_batches: list[list[int]]
+    ) -> tuple[dict[str, float], np.ndarray | None]:
+        """All optimizer updates of one step on this rank's rows.
+
+        Returns:
+            (means over the step, equal on all ranks; the old log-probs, [B, L-1], if `log_probs` did not give them)
+        """
         sums: dict[str, float] = {}
+        log_probs = {"old": np.zeros_like(batch.mask)} | log_probs
         norms: list[float] = []
         for _ in range(self.spec.actor.ppo_epochs):
             for rows in mini_batches:
@@ -214,7 +227,8 @@ class Rank:
         means = dict(zip(sorted(sums), totals, strict=True))
         num_tokens = max(means.pop("num_tokens"), 1.0)
         metrics = {f"actor/{key}": value / num_tokens for key, value in means.items()}
-        return metrics | {"actor/grad_norm": float(np.mean(norms)), "actor/lr": lr}
+        metrics |= {"actor/grad_norm": float(np.mean(norms)), "actor/lr": lr}
+        return metrics, None if self.spec.needs_old_log_probs else log_probs["old"]
 
     def refresh_reference(self) -> None:
         """The policy as it is now becomes the reference."""
@@ -272,7 +286,8 @@ class Rank:
 
     def _build(self) -> torch.nn.Module:
         spec = self.spec
-        return build_model(spec.model_dir, spec.model, spec.actor.fsdp_config, spec.device, spec.world_size)
+        packed = spec.layout != "padded"
+        return build_model(spec.model_dir, spec.model, spec.actor.fsdp_config, spec.device, spec.world_size, packed)
 
     def _lr_factor(self, update: int) -> float:
         optim = self.spec.actor.optim
@@ -286,20 +301,11 @@ class Rank:
 
     def _statistics(self, model: torch.nn.Module, part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of a trimmed micro-batch, [B, L-1] each."""
-        return token_statistics(
-            model,
-            self._tensor(part.tokens),
-            self._tensor(part.lengths),
-            self._tensor(part.mask),
-            temperature=self.spec.temperature,
-            packed=self.spec.model.use_remove_padding,
-        )
+        spec = self.spec
+        return token_statistics(model, part, temperature=spec.temperature, layout=spec.layout, device=spec.device)
 
     @torch.no_grad()
     def _log_probs(self, model: torch.nn.Module, batch: Batch) -> np.ndarray:
-        training = model.training
-        # Dropout would make the ratio of the first update something other than 1.
-        model.eval()
         found = np.zeros(batch.mask.shape, dtype=np.float32)
         ref, actor = self.spec.ref, self.spec.actor
         budget = ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
@@ -308,18 +314,17 @@ class Rank:
             found[rows, : part.mask.shape[1]] = self._statistics(model, part)[0].cpu().numpy()
         # FSDP2 leaves the root's parameters gathered after a forward without backward: no longer shards to copy.
         model.reshard()  # type: ignore[operator]
-        model.train(training)
         return found
 
     def _cut(self, batch: Batch, rows: list[int], size: int, budget: int) -> list[list[int]]:
         """Micro-batches of these rows, as many on every rank."""
         if not self.spec.actor.use_dynamic_bsz:
             return by_count(rows, size)
-        lengths = batch.lengths.tolist()
-        parts = by_tokens(rows, lengths, budget, packed=self.spec.model.use_remove_padding)
+        costs = Costs.of(batch, self.spec.layout)
+        parts = by_tokens(rows, costs, budget)
         most = torch.tensor(len(parts), device=self.spec.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return split_to(parts, lengths, int(most))
+        return split_to(parts, costs, int(most))
 
     def _update_mini_batch(
         self, batch: Batch, log_probs: dict[str, np.ndarray], rows: list[int], sums: dict[str, float]
@@ -350,6 +355,10 @@ class Rank:
     ) -> None:
         part = batch.rows(rows).trimmed()
         mask, width = self._tensor(part.mask), part.mask.shape[1]
+        new, entropy = self._statistics(self.model, part)
+        if not self.spec.needs_old_log_probs:
+            # The only update of the step: until it is made the policy is the old one.
+            log_probs["old"][rows, :width] = new.detach().cpu().numpy()
         tokens = Tokens(
             mask=mask,
             old=self._tensor(log_probs["old"][rows, :width]),
@@ -357,7 +366,7 @@ class Rank:
             ref=self._tensor(log_probs["ref"][rows, :width]) if "ref" in log_probs else None,
             advantages=self._tensor(part.advantages).unsqueeze(1),
         )
-        loss, terms = self.spec.objective(*self._statistics(self.model, part), tokens)
+        loss, terms = self.spec.objective(new, entropy, tokens)
         # FSDP averages gradients over the ranks; the mean is over the whole mini-batch.
         (loss * (self.spec.world_size / max(denominator, 1.0))).backward()
         for name, values in terms.items():

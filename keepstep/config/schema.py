@@ -120,6 +120,8 @@ class ActorConfig(Section):
     """Cut micro-batches by tokens instead of by responses, in the update and for old and reference log-probs."""
     ppo_max_token_len_per_gpu: PositiveInt = 16384
     """Their tokens, prompts included; at least those of the longest prompt with its response."""
+    use_prefix_grouper: bool = False
+    """Train on sequences without padding, each prompt once for all responses to it in a micro-batch."""
     ppo_epochs: PositiveInt = 1
     """Passes over each rollout batch."""
     clip_ratio: PositiveFloat = 0.2
@@ -202,6 +204,8 @@ class RolloutConfig(Section):
     """Precision of the engine."""
     max_num_seqs: PositiveInt = 256
     """Sequences that the engine decodes at once."""
+    enable_prefix_caching: bool = True
+    """Work out each prompt once for all responses that the engine samples to it in one rollout."""
     logprob_tolerance: PositiveFloat = 1e-3
     """Largest accepted |engine - trainer| log-prob of a sampled token; above it the engine has stale weights."""
     val_kwargs: ValKwargs = ValKwargs()
@@ -414,6 +418,16 @@ class RunConfig(Section):
     def world_size(self) -> int:
         """FSDP2 ranks of the job."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether log-probs under the policy before a step's updates must be known before the first of them.
+
+        With one update in a step they are those that its own forward pass gives.
+        """
+        actor = self.actor_rollout_ref.actor
+        one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
+        return not one_update or self.algorithm.use_kl_in_reward
 
     @property
     def needs_reference(self) -> bool:

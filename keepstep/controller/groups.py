@@ -87,11 +87,12 @@ class RankGroup:
 
     def update(
         self, shards: Sequence[Batch], log_probs: Sequence[Any], mini_batches: Sequence[Any]
-    ) -> dict[str, float]:
-        """Metrics of the step; they are equal on all ranks."""
-        return self._step(
+    ) -> tuple[dict[str, float], list[np.ndarray]]:
+        """(metrics of the step, equal on all ranks; per rank the old log-probs that it was not given)."""
+        found = self._step(
             "update", lambda actor, rank: actor.update.remote(shards[rank], log_probs[rank], mini_batches[rank])
-        )[0]
+        )
+        return found[0][0], [old for _, old in found]
 
     def refresh_reference(self) -> None:
         self._step("refreshing the reference", lambda actor, _: actor.refresh_reference.remote())

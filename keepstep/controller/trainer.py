@@ -191,16 +191,13 @@ class Trainer:
         return batch
 
     def log_probs(self, batch: Batch) -> LogProbs:
-        """Old and reference log-probs of the batch, [B, L-1] each.
-
-        Raises:
-            StaleWeightsError: the engine samples from other weights.
-        """
+        """Old and reference log-probs of the batch, [B, L-1] each, as far as the updates need them."""
+        if not (self.config.needs_old_log_probs or self.config.needs_reference):
+            return {}
         dealt, _ = self._dealt()
         with self.pace.act("log_probs"):
             found = self.parts.ranks.log_probs([batch.rows(rows) for rows in dealt])
-        order = np.argsort([row for rows in dealt for row in rows])
-        return {name: np.concatenate([part[name] for part in found])[order] for name in found[0]}
+        return {name: in_order([part[name] for part in found], dealt) for name in found[0]}
 
     def rewards(self, rollouts: Rollouts, batch: Batch, log_probs: LogProbs) -> np.ndarray:
         """The scores less what length and divergence cost, [num_prompts, group_size]."""
@@ -227,15 +224,21 @@ class Trainer:
         return found.flatten().numpy()
 
     def update(self, batch: Batch, log_probs: LogProbs) -> Metrics:
-        """The guard against stale engine weights, then the optimizer updates."""
-        guard = self._guard(batch, log_probs)
+        """The optimizer updates, and the guard against stale engine weights: before them where it can be.
+
+        Raises:
+            StaleWeightsError: the engine samples from other weights. What a single update made of it is lost with the
+                attempt: nothing is saved before this step counts.
+        """
+        guard = self._guard(batch, log_probs["old"]) if "old" in log_probs else None
         dealt, mini_batches = self._dealt()
         with self.pace.act("update"):
-            return guard | self.parts.ranks.update(
+            metrics, old = self.parts.ranks.update(
                 [batch.rows(rows) for rows in dealt],
                 [{name: values[rows] for name, values in log_probs.items()} for rows in dealt],
                 mini_batches,
             )
+        return metrics | (self._guard(batch, in_order(old, dealt)) if guard is None else guard)
 
     def advance(self, rollouts: Rollouts, batch: Batch, rewards: np.ndarray, metrics: Metrics) -> None:
         """Count the finished step."""
@@ -341,13 +344,13 @@ class Trainer:
         mini_batches = [[list(range(sum(s[:i]), sum(s[: i + 1]))) for i in range(len(s))] for s in sizes]
         return [[row for mini in rank for row in mini] for rank in dealt], mini_batches
 
-    def _guard(self, batch: Batch, log_probs: LogProbs) -> Metrics:
+    def _guard(self, batch: Batch, old: np.ndarray) -> Metrics:
         """Largest and mean |engine - trainer| log-prob of the sampled tokens, and what follows from it.
 
         Raises:
             StaleWeightsError: beyond `rollout.logprob_tolerance`: the engine samples from other weights.
         """
-        engine, old, mask = batch.engine_log_probs, log_probs["old"], batch.mask
+        engine, mask = batch.engine_log_probs, batch.mask
         gaps = np.abs(engine - old)[mask > 0]
         tolerance = self.config.actor_rollout_ref.rollout.logprob_tolerance
         worst = float(gaps.max(initial=0.0))
@@ -359,6 +362,11 @@ class Trainer:
             )
         found = {"rollout/logprob_gap_max": worst, "rollout/logprob_gap_mean": float(gaps.mean()) if gaps.size else 0.0}
         return found | mismatch_metrics(*(torch.from_numpy(array) for array in (old, engine, mask)))
+
+
+def in_order(parts: list[np.ndarray], dealt: list[list[int]]) -> np.ndarray:
+    """What the ranks say of the rows that they were dealt, in the order of the batch."""
+    return np.concatenate(parts)[np.argsort([row for rows in dealt for row in rows])]
 
 
 def rollout_metrics(rollouts: Rollouts, rewards: np.ndarray) -> Metrics:

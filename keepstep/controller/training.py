@@ -225,6 +225,7 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
             correction=config.algorithm.rollout_correction,
             max_response_length=config.data.max_response_length,
             needs_reference=config.needs_reference,
+            needs_old_log_probs=config.needs_old_log_probs,
         )
         for rank in range(config.world_size)
     ]

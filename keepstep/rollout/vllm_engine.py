@@ -11,6 +11,9 @@ from keepstep.errors import StaleWeightsError
 from keepstep.rollout import weight_transfer
 from keepstep.rollout.types import Request, Response
 
+CPU_BLOCK_SIZE = 32
+"""Tokens of a block of the KV cache; vLLM's CPU kernels take multiples of this."""
+
 
 class VllmEngine:
     """One in-process vLLM engine. It starts with dummy weights and samples only after `update_weights`."""
@@ -30,7 +33,9 @@ class VllmEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(2048, max_model_len),
             gpu_memory_utilization=config.gpu_memory_utilization,
-            enable_prefix_caching=False,
+            enable_prefix_caching=config.enable_prefix_caching,
+            # A CPU's own default, 128, is longer than most prompts: none would fill a block that can be shared.
+            block_size=CPU_BLOCK_SIZE if device == "cpu" else None,
             disable_log_stats=True,
             # Log-probs of the distribution that is sampled from, after the temperature, as the trainer computes them.
             logprobs_mode="processed_logprobs",
@@ -57,6 +62,8 @@ class VllmEngine:
             raise StaleWeightsError(
                 f"The engine holds weights of step {self._version}, asked to sample with {version}."
             )
+        # A rollout is a function of its requests: what earlier ones left would be there in some attempts only.
+        self._llm.reset_prefix_cache()
         params = [
             SamplingParams(
                 temperature=temperature,

@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,7 @@ from keepstep.controller.leaving import Leaving
 from keepstep.controller.state import TrainState
 from keepstep.controller.trainer import Trainer
 from keepstep.data.loader import Dataset, Row
+from keepstep.errors import StaleWeightsError
 from keepstep.rewards.scoring import Scorer
 from keepstep.rollout.types import Request, Response
 from keepstep.run import read_json
@@ -76,9 +77,27 @@ ENGINEERING: dict[str, list[str]] = {
         f"{MODEL}.use_remove_padding=true", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=24",
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=40",
     ],
+    "prompts once": [f"{ACTOR}.use_prefix_grouper=true"],
+    "prompts once in a token budget": [
+        f"{ACTOR}.use_prefix_grouper=true", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=24",
+    ],
     "activations again": [f"{MODEL}.enable_gradient_checkpointing=true"],
 }  # fmt: skip
 """How the same thing is worked out."""
+AT_ONCE = f"{ACTOR}.ppo_mini_batch_size=8"
+ONE_UPDATE: dict[str, list[str]] = {
+    "one update": [AT_ONCE],
+    # A penalty of nothing, which all the same asks for the old log-probs before the update.
+    "one update after old log-probs": [AT_ONCE, f"{A}.use_kl_in_reward=true", f"{A}.kl_ctrl.kl_coef=0"],
+    "one update on prompts once": [AT_ONCE, f"{ACTOR}.use_prefix_grouper=true"],
+    "one update without a reference": [
+        AT_ONCE,
+        f"{ACTOR}.use_kl_loss=false",
+        f"{A}.rollout_correction.rollout_is=token",
+    ],
+}
+"""With it the old log-probs are those of its own forward pass."""
+ALL = CASES | ENGINEERING | ONE_UPDATE
 
 
 def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
@@ -95,8 +114,9 @@ class LocalRanks:
     def log_probs(self, shards: Sequence[Any]) -> list[Any]:
         return [self.rank.log_probs(shards[0])]
 
-    def update(self, shards: Sequence[Any], log_probs: Sequence[Any], mini_batches: Sequence[Any]) -> dict[str, float]:
-        return self.rank.update(shards[0], log_probs[0], mini_batches[0])
+    def update(self, shards: Sequence[Any], log_probs: Sequence[Any], mini_batches: Sequence[Any]) -> Any:
+        metrics, old = self.rank.update(shards[0], log_probs[0], mini_batches[0])
+        return metrics, [old]
 
     def refresh_reference(self) -> None:
         self.rank.refresh_reference()
@@ -145,6 +165,7 @@ def build(config: RunConfig, model: str) -> Rank:
             0, 1, "cpu", model, model, config.actor_rollout_ref.model, config.actor_rollout_ref.actor,
             config.actor_rollout_ref.ref, 1.0, NUM_STEPS, config.trainer.seed, 60.0,
             config.algorithm.rollout_correction, config.data.max_response_length, config.needs_reference,
+            config.needs_old_log_probs,
         )
     )  # fmt: skip
     rank.connect("127.0.0.1", rank.listen("127.0.0.1"))
@@ -177,7 +198,7 @@ def digest(rank: Rank) -> str:
 
 def both_ways(name: str, model: str, folder: Path) -> dict[str, Any]:
     """What a whole run and an interrupted one come to."""
-    options = (CASES | ENGINEERING)[name]
+    options = ALL[name]
     config = load("quickstart", [*BASE, f"trainer.output_dir={folder}", "data.max_prompt_length=4", *options])
     rank = build(config, model)
     rank.load_initial(model)
@@ -207,8 +228,34 @@ def both_ways(name: str, model: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+def stale(name: str, model: str, folder: Path) -> list[str]:
+    """What is said of an engine that samples from other weights, and the step that counts after it."""
+    config = load("quickstart", [*BASE, f"trainer.output_dir={folder}", "data.max_prompt_length=4", *ALL[name]])
+    rank = build(config, model)
+    rank.load_initial(model)
+    trainer = trainer_of(config, rank, TrainState())
+    generate = trainer.parts.engines.generate
+
+    def other(*args: Any, **kwargs: Any) -> list[Response]:
+        return [
+            replace(found, log_probs=[value - 0.1 for value in found.log_probs]) for found in generate(*args, **kwargs)
+        ]
+
+    trainer.parts.engines.generate = other  # type: ignore[method-assign]
+    try:
+        trainer.step()
+    except StaleWeightsError as error:
+        return [error.message, str(trainer.state.global_step)]
+    finally:
+        dist.destroy_process_group()
+    return ["nothing"]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     model, folder, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    results = {name: both_ways(name, model, folder / name.replace(" ", "_")) for name in CASES | ENGINEERING}
+    results = {name: both_ways(name, model, folder / name.replace(" ", "_")) for name in ALL}
+    results["stale"] = {
+        name: stale(name, model, folder / f"stale_{name}".replace(" ", "_")) for name in ("grpo", "one update")
+    }
     out.write_text(json.dumps(results))

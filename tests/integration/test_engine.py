@@ -38,8 +38,10 @@ tokenizer.save_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 names = dict(model.named_parameters()).keys()
 stop = [] if tied else ["3"]
-engine = VllmEngine(folder, RolloutConfig(stop=stop), max_model_len=24, device="cpu")
+engine = VllmEngine(folder, RolloutConfig(stop=stop), max_model_len=112, device="cpu")
 requests = [Request(tokenizer.encode(f"{a}+{b}="), 1000 * a + b) for a in range(4) for b in range(4)]
+# Longer than a block of the cache, so that the samples of a group share their prompt.
+requests += [Request(tokenizer.encode(f"{a}+{a}=" * 20), 7 * a + sample) for a in (5, 6) for sample in range(4)]
 
 def ask(version, asked=requests):
     return engine.generate(asked, version=version, max_tokens=8, temperature=temperature)
@@ -55,13 +57,17 @@ report = {"num_names": len(names), "refused_without_weights": refuses(0), "gaps"
           "alone": True, "stopped": 0}
 previous = None
 for version in range(3):
+    # The engine draws from the same stream as it starts.
+    torch.manual_seed(version)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     engine.update_weights({name: value.detach().numpy() for name, value in model.named_parameters()}, version)
     answers = ask(version)
     assert ask(version) == answers
-    shared = ask(version, requests[:5]) + ask(version, requests[5:])
+    known = engine._llm.generate([{"prompt_token_ids": list(r.prompt_ids)} for r in requests], use_tqdm=False)
+    report["shared"] = [output.num_cached_tokens for output in known]
+    shared = ask(version, requests[:5]) + ask(version, requests[5:18]) + ask(version, requests[18:])
     report["alone"] = report["alone"] and [a.token_ids for a in shared] == [a.token_ids for a in answers]
     for answer in answers:
         text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
@@ -100,4 +106,5 @@ def test_engine_samples_from_the_weights_it_was_given(tmp_path: Path, head: str,
     assert max(report["gaps"]) < 2e-5
     assert all(report["moves"])
     assert report["alone"], "two engines that share a batch sample the same tokens as one"
+    assert report["shared"] == [0] * 16 + [64] * 8, "two blocks of each long prompt are there from the rollout"
     assert report["stopped"] > 5, "some responses have a text to stop at"

@@ -15,7 +15,7 @@ import torch
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.verify import verify
 from tests.integration.driver import REPOSITORY
-from tests.integration.local_trainer import CASES, ENGINEERING, SAVED_AT
+from tests.integration.local_trainer import ALL, CASES, ENGINEERING, SAVED_AT
 
 pytestmark = pytest.mark.integration
 NUM_STEPS = 4
@@ -47,7 +47,7 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", [*CASES, *ENGINEERING])
+@pytest.mark.parametrize("name", ALL)
 def test_a_resume_is_exact(results: dict[str, Any], folder: Path, name: str):
     """C122: weights, moments, streams and every counter, with each option."""
     found = results[name]
@@ -79,15 +79,33 @@ def test_dynamic_sampling_counts_what_it_rolled_out(results: dict[str, Any]):
 
 @pytest.mark.parametrize("name", ENGINEERING)
 def test_how_it_is_worked_out_does_not_matter(results: dict[str, Any], folder: Path, name: str):
-    """Micro-batches of one or of all, by tokens, packed, activations computed again: the same training."""
+    """Micro-batches of one or of all, by tokens, packed, prompts once, activations again: the same training."""
+    assert_same_training(results, folder, name, "grpo")
+
+
+@pytest.mark.parametrize("name", ["one update after old log-probs", "one update on prompts once"])
+def test_with_one_update_its_own_forward_pass_gives_the_old_log_probs(results: dict[str, Any], folder: Path, name: str):
+    assert_same_training(results, folder, name, "one update")
+    assert results["one update"]["metrics"]["actor/ppo_kl"] == 0.0
+    assert results["one update"]["whole"] != results["grpo"]["whole"]
+
+
+def assert_same_training(results: dict[str, Any], folder: Path, name: str, other: str) -> None:
     base, plain, found = (
         torch.cat([value.flatten() for _, value in sorted(torch.load(path).items())])
-        for path in (folder / "base.pt", folder / "grpo" / "weights.pt", folder / name.replace(" ", "_") / "weights.pt")
+        for path in (folder / "base.pt", *(folder / n.replace(" ", "_") / "weights.pt" for n in (other, name)))
     )
     assert (found - plain).norm() < 1e-3 * (plain - base).norm()
-    assert results[name]["seeds"] == results["grpo"]["seeds"]
-    for metric, value in results["grpo"]["metrics"].items():
+    assert results[name]["seeds"] == results[other]["seeds"]
+    for metric, value in results[other]["metrics"].items():
         assert results[name]["metrics"][metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric
+
+
+@pytest.mark.parametrize("name", ["grpo", "one update"])
+def test_an_engine_of_other_weights_stops_the_step(results: dict[str, Any], name: str):
+    """Before the update or right after it; either way the step does not count."""
+    message, step = results["stale"][name]
+    assert "engine and trainer differ by 0.1" in message and step == "0"
 
 
 def test_each_reference_is_the_policy_of_its_step(folder: Path):

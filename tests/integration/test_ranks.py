@@ -42,7 +42,7 @@ def build(rank, world_size, port, micro, model_dir=None):
     found = Rank(RankSpec(rank, world_size, "cpu", model_dir or sys.argv[1], sys.argv[1],
                           ModelConfig(path="-"), actor,
                           RefConfig(log_prob_micro_batch_size_per_gpu=64), 1.0, 6, 42, 120.0,
-                          RolloutCorrectionConfig(), 4, actor.use_kl_loss))
+                          RolloutCorrectionConfig(), 4, actor.use_kl_loss, True))
     found.connect("127.0.0.1", port)
     return found
 
@@ -56,7 +56,7 @@ def train(rank, steps):
         for mini in dealt:
             mini_batches.append(list(range(begin, begin + len(mini))))
             begin += len(mini)
-        metrics = rank.update(shard, rank.log_probs(shard), mini_batches)
+        metrics, _ = rank.update(shard, rank.log_probs(shard), mini_batches)
         lrs.append(metrics["actor/lr"])
     return lrs
 
@@ -183,7 +183,7 @@ def sharded_step(index, world_size, ports, out):
     actor = ActorConfig(ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=5, kl_loss_coef=0.5)
     rank = Rank(RankSpec(index, world_size, "cpu", sys.argv[1], sys.argv[1], ModelConfig(path="-"), actor,
                           RefConfig(log_prob_micro_batch_size_per_gpu=64), 1.0, 6, 42, 120.0,
-                          RolloutCorrectionConfig(), 4, actor.use_kl_loss))
+                          RolloutCorrectionConfig(), 4, actor.use_kl_loss, True))
     rank.connect("127.0.0.1", ports[0])
     state = {name: value for name, value in torch.load(sys.argv[2] + "/base.pt").items()}
     moved = {name: value + 0.01 * torch.sin(torch.arange(value.numel(), dtype=torch.float32)).view_as(value)
@@ -197,7 +197,7 @@ def sharded_step(index, world_size, ports, out):
     (dealt,) = deal(8, 4, 8, world_size)[index]
     shard = batch.rows(dealt)
     log_probs = rank.log_probs(shard)
-    metrics = rank.update(shard, {"old": log_probs["ref"], "ref": log_probs["ref"]}, [list(range(len(dealt)))])
+    metrics, _ = rank.update(shard, {"old": log_probs["ref"], "ref": log_probs["ref"]}, [list(range(len(dealt)))])
     grads = {name: p.grad.full_tensor().flatten() for name, p in rank.model.named_parameters()}
     dist.destroy_process_group()
     if index == 0:
