@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+OTHERS := build/against-others
 
 .PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes options unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 bench-train bench-learning smollm2 chaos doctor-fixtures against-others help
 
@@ -47,7 +48,7 @@ unattended: setup  ## flow processes, workers and the whole platform killed; the
 	$(BIN)/python -m pytest tests/integration/test_unattended.py -m "long or not long" $(ARGS)
 
 browser: setup  ## the report and the Prefect page in headless Chromium; screenshots in build/screenshots
-	$(BIN)/python -m pytest tests/browser -m long $(ARGS)
+	$(BIN)/python -m pytest tests/browser -m "long or not long" $(ARGS)
 
 nodes: setup  ## nodes killed, drained, and cut off from each other (root for the last)
 	$(BIN)/python -m pytest tests/integration/test_nodes.py -m long $(ARGS)
@@ -98,7 +99,6 @@ chaos: setup  ## N runs under random kills from SEED on, each ending as the undi
 doctor-fixtures: setup  ## cause every fault anew for the doctor's tests; an hour, root; ARGS: names of faults
 	$(BIN)/python -m tests.faults $(ARGS)
 
-OTHERS := build/against-others
 $(OTHERS)/.installed: tests/against_others.lock $(STAMP)
 	rm -rf $(OTHERS) && $(BIN)/python -m venv --without-pip $(OTHERS)
 	$(BIN)/python -m pip --python $(OTHERS)/bin/python install --quiet --disable-pip-version-check --no-deps -r $<

@@ -29,7 +29,7 @@ def build_model(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model_dir)
+    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     _without_dropout(config)
     with torch.device("meta"):
         attention = ATTENTION if packed else "sdpa"

@@ -18,6 +18,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "keepstep preflight --config my.yaml trainer.output_dir=runs/mine",
         "keepstep preflight --config my.yaml --clean",
     ),
+    "keepstep completion": ("keepstep completion bash", "keepstep completion zsh"),
     "keepstep ui": ("keepstep ui runs/quickstart",),
     "keepstep up": ("keepstep up", "keepstep up --database postgresql+asyncpg://keepstep@db/prefect /shared/runs"),
     "keepstep down": ("keepstep down",),

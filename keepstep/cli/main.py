@@ -96,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_dataset(commands)
     _add_doctor(commands)
     _add_report(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -284,6 +285,16 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     report = _add(commands, "report", "report_command.main", "one HTML file about a run, also while it runs")
     report.add_argument("run", metavar="RUN", help="the run's folder")
     report.add_argument("--out", metavar="FILE", help="the file (default: report.html in the run's folder)")
+
+
+def _add_completion(commands: argparse._SubParsersAction) -> None:
+    completion = _add(commands, "completion", "completion_command.main", "what a shell completes this command by")
+    completion.add_argument(
+        "shell",
+        choices=["bash", "zsh"],
+        metavar="SHELL",
+        help="bash or zsh: source it, or put it where the shell looks",
+    )
 
 
 def _destination(flag: str) -> str:

@@ -307,7 +307,7 @@ def load_data(session: Session, model_files: str) -> tuple[Any, Any, Any]:
     from keepstep.data.loader import Dataset, Split
     from keepstep.data.record import compare_usage
 
-    tokenizer = AutoTokenizer.from_pretrained(model_files)
+    tokenizer = AutoTokenizer.from_pretrained(model_files, trust_remote_code=False)
     data, seed = session.config.data, session.config.trainer.seed
 
     def load(split: Split, files: list[str]) -> Dataset:

@@ -20,8 +20,8 @@ def problem(model: str) -> str | None:
 
     try:
         with tempfile.TemporaryDirectory() as target:
-            AutoConfig.from_pretrained(model, local_files_only=True).save_pretrained(target)
-            AutoTokenizer.from_pretrained(model, local_files_only=True).save_pretrained(target)
+            AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(target)
+            AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(target)
             if (Path(model) / GENERATION_CONFIG).is_file():
                 GenerationConfig.from_pretrained(model, local_files_only=True).save_pretrained(target)
     except Exception as error:

@@ -140,10 +140,10 @@ def check(folder: Path, tensors: FileTensors, files: Mapping[str, list[str]]) ->
     try:
         if fits:
             loaded = AutoModelForCausalLM.from_pretrained(
-                folder, dtype="auto", local_files_only=True, output_loading_info=True
+                folder, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
         if _has_tokenizer(folder):
-            AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise CheckpointError(f"{folder} does not load: {type(error).__name__}: {error}") from error
     model, info = loaded

@@ -13,6 +13,7 @@ TRAINING = [
 
 SURFACE = {
     "keepstep": ["--version", "COMMAND"],
+    "keepstep completion": ["SHELL"],
     "keepstep convert": ["--json", "--layout", "SOURCE", "TARGET"],
     "keepstep dataset": ["ACTION"],
     "keepstep dataset check": ["--deep", "--expect-rows", "--json", "--log", "--run", "FILES"],

@@ -22,6 +22,6 @@ def test_wheel_contents(tmp_path: Path):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"keepstep", "flows", "tasks"}
     for config in (ROOT / "configs").glob("*.yaml"):
         assert f"keepstep/config/files/{config.name}" in names
-    for deployment in ("prefect.yaml", "automations.yaml"):
+    for deployment in ("prefect.yaml", "automations.yaml", "notifications.yaml"):
         assert f"keepstep/platform/files/{deployment}" in names
     assert "flows/grpo_train.py" in names and "keepstep/controller/trainer.py" in names

@@ -208,8 +208,7 @@ def of_make(command: Command) -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = [word for word in command.words[1:] if "=" not in word]
     if targets[0].endswith("…"):
-        assert re.search(rf"^{re.escape(targets[0][:-1])}[\w-]+:", makefile, re.MULTILINE), command
-        return
+        targets = re.findall(rf"^({re.escape(targets[0][:-1])}[\w-]+):", makefile, re.MULTILINE)
     variables = [word for word in command.words[1:] if "=" in word]
     for name in (variable.partition("=")[0] for variable in variables):
         assert f"$({name})" in makefile, f"{command}: the Makefile has no {name}"
