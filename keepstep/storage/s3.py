@@ -596,15 +596,17 @@ async def _attentive(request: Coroutine[Any, Any, T]) -> T:
     looks for it when the loop next wakes, and while a transfer hangs that may be a minute later.
     """
 
-    async def look_up() -> None:
-        while True:
-            await asyncio.sleep(SIGNALS_SEEN_EVERY_S)
+    loop = asyncio.get_running_loop()
 
-    looking = asyncio.ensure_future(look_up())
+    def look_up() -> None:
+        nonlocal waking
+        waking = loop.call_later(SIGNALS_SEEN_EVERY_S, look_up)
+
+    waking = loop.call_later(SIGNALS_SEEN_EVERY_S, look_up)
     try:
         return await request
     finally:
-        looking.cancel()
+        waking.cancel()
 
 
 async def _gather(requests: list[Coroutine[Any, Any, T]]) -> list[T]:
