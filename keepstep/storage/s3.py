@@ -597,6 +597,7 @@ async def _attentive(request: Coroutine[Any, Any, T]) -> T:
     """
 
     loop = asyncio.get_running_loop()
+    waking: asyncio.TimerHandle
 
     def look_up() -> None:
         nonlocal waking
