@@ -24,10 +24,13 @@ run: setup  ## the main job: the quickstart, or where it was left
 	$(BIN)/keepstep run --config quickstart $(ARGS)
 
 test: setup  ## everything that CI runs
-	$(BIN)/python -m pytest $(ARGS)
+	@status=0; \
+	$(BIN)/python -m pytest -n 2 tests/unit tests/architecture $(ARGS) || status=$$?; \
+	$(BIN)/python -m pytest tests/integration tests/browser $(ARGS) || status=$$?; \
+	exit $$status
 
-test-unit: setup  ## seconds
-	$(BIN)/python -m pytest tests/unit tests/architecture $(ARGS)
+test-unit: setup  ## minutes, on two cores
+	$(BIN)/python -m pytest -n 2 tests/unit tests/architecture $(ARGS)
 
 test-integration: setup  ## whole tiny runs
 	$(BIN)/python -m pytest tests/integration $(ARGS)

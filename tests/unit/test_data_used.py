@@ -26,7 +26,7 @@ class Start:
         self.num_checks = 0
         self.tokenizer = CharTokenizer()
         write_json(self.run.record, {"run_id": "a", "dataset": {"num_rows": 200}})
-        model = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda _: self.tokenizer))
+        model = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda _, **_rest: self.tokenizer))
         monkeypatch.setitem(sys.modules, "transformers", model)
 
     def __call__(self, *overrides: str) -> dict[str, Any]:

@@ -55,6 +55,7 @@ ELSEWHERE = {
     "keepstep run": (f"{INTEGRATION}/conftest.py", "reference", '"make run"'),
     "keepstep train": (f"{INTEGRATION}/test_saves.py", "test_suspended_attempt_wakes_up_fenced", '"train"'),
     "keepstep preflight": ("tests/unit/test_preflight.py", "test_a_start_that_would_go_through", '["preflight"'),
+    "keepstep completion": ("tests/unit/test_completion.py", "script", '"completion"'),
     "keepstep ui": ("tests/browser/test_prefect_page.py", "test_the_flow_run_with_its_tasks", '"ui"'),
     "keepstep up": (f"{INTEGRATION}/test_unattended.py", "test_up_again_changes_nothing", 'keepstep("up")'),
     "keepstep down": (f"{INTEGRATION}/test_unattended.py", "test_up_again_changes_nothing", 'keepstep("down")'),
