@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from keepstep.actor.forward import ATTENTION
+from keepstep.actor.forward import ATTENTION, register_attention
 from keepstep.actor.lora import add_adapters
 from keepstep.config.schema import FsdpConfig, ModelConfig
 from keepstep.errors import ConfigError
@@ -33,6 +33,7 @@ def build_model(
     _without_dropout(config)
     with torch.device("meta"):
         attention = ATTENTION if packed else "sdpa"
+        register_attention()
         found = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     found.config.use_cache = False
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from keepstep.actor.batch import Batch
 from keepstep.actor.layout import Layout, lay_out
@@ -73,6 +71,17 @@ def _packed(model: torch.nn.Module, batch: Batch, layout: Layout, temperature: f
     return log_probs, entropies
 
 
+def register_attention() -> None:
+    """Make `ATTENTION` known to transformers.
+
+    Not on import: the controller imports this module beside a thread that loads the tokenizer, and transformers cannot
+    be imported by two threads at once.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attend_by_rows)
+
+
 def attend_by_rows(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -91,6 +100,8 @@ def attend_by_rows(
         query, key, value: [1, heads, S, head_dim].
         places, owners: of `keepstep.actor.layout.Packed`; without them nothing is packed.
     """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     if places is None or owners is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
     query, key, value = (_select(each[0].transpose(0, 1), places).transpose(1, 2) for each in (query, key, value))
@@ -104,6 +115,3 @@ def _select(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def _tensors(device: str, *arrays: np.ndarray) -> list[Any]:
     return [torch.tensor(array, device=device) for array in arrays]
-
-
-AttentionInterface.register(ATTENTION, attend_by_rows)

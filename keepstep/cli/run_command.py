@@ -119,9 +119,22 @@ def _run_flow(config: RunConfig, parameters: dict[str, Any]) -> dict[str, Any]:
         # What counts is the run's own record: Prefect may be away when it is to be told of the end.
         result = complete_result(config)
         if result is None:
+            _blame_prefect(os.environ["PREFECT_API_URL"], error)
             raise
         print(f"Prefect was not told of the end ({type(error).__name__}); the run is complete.", file=sys.stderr)
         return result
+
+
+def _blame_prefect(url: str, error: Exception) -> None:
+    """Raise `KeepstepError` when there is no Prefect server any more; else the failure is another."""
+    try:
+        _check_api(url)
+    except ConfigError:
+        raise KeepstepError(
+            f"The Prefect server at {url} was lost, and the flow with it ({type(error).__name__}: {error}).",
+            "What is saved stands. Once the server is back, or at once if it was started by this command: the same "
+            "command goes on.",
+        ) from error
 
 
 def flow_parameters(config: str | None, overrides: list[str]) -> dict[str, Any]:

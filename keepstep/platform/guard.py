@@ -266,7 +266,8 @@ def main(arguments: list[str]) -> int:
         # The starter waits for this parent alone: the guard itself must be nobody's child, or it stays a zombie there.
         return 0
     os.setsid()
-    guard = Guard(Path(platform), role, url, command)
+    # A run's own link to the platform goes with the run, which says nothing of the platform.
+    guard = Guard(Path(platform).resolve(), role, url, command)
 
     def leave(_number: int, _frame: object) -> None:
         guard.end()

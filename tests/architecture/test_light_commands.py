@@ -50,6 +50,12 @@ def report(*arguments: str) -> dict:
     return json.loads(done.stderr.splitlines()[-1])
 
 
+def test_the_controller_leaves_transformers_to_its_loading_thread():
+    """Two threads that import it at once may each find the other's half."""
+    script = "import sys, keepstep.controller.training, keepstep.actor.rank; print('transformers' in sys.modules)"
+    assert python(script).stdout == "False\n"
+
+
 @pytest.mark.parametrize("command", ["verify", "verify --quick", "ls", "plan", "doctor"])
 def test_looking_is_light(run: RunDir, command: str):
     name, *flags = command.split()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keepstep.actor.batch import Batch, pack
-from keepstep.actor.forward import ATTENTION, token_statistics
+from keepstep.actor.forward import ATTENTION, register_attention, token_statistics
 from keepstep.actor.layout import Layout
 from tests.unit.export_builder import tiny_model
 
@@ -24,6 +24,7 @@ LAYOUTS: list[Layout] = ["padded", "packed", "grouped"]
 @pytest.fixture(scope="module")
 def model() -> Any:
     found = tiny_model(seed=9)
+    register_attention()
     found.set_attn_implementation(ATTENTION)
     return found
 
