@@ -134,6 +134,20 @@ def test_deleted_platform_folder_ends_the_server_and_stays_deleted(tmp_path: Pat
     assert not (platform / "object-store.lock").exists()
 
 
+def test_a_run_folder_that_only_links_to_the_platform_takes_its_link_along(tmp_path: Path, new_holder) -> None:
+    """The server that was started through the link belongs to the platform, and to those that hold it there."""
+    platform, link = tmp_path / ".keepstep", tmp_path / "run" / ".keepstep"
+    platform.mkdir()
+    link.parent.mkdir()
+    link.symlink_to(platform)
+    info = servers.object_store(link, new_holder())
+    link.unlink()
+    # A look of the guard finds no record under a path that is gone, within two of its pauses.
+    assert not within(4 * guard.POLL_S, lambda: not all(ref.alive() for ref in info.processes))
+    guard.end_recorded(platform, servers.OBJECT_STORE)
+    assert gone_within(info.processes, 8.0)
+
+
 def test_credentials_are_private_and_in_no_other_file(tmp_path: Path, new_holder) -> None:
     platform = tmp_path / ".keepstep"
     info = servers.object_store(platform, new_holder())
