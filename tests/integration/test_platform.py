@@ -142,8 +142,7 @@ def test_a_run_folder_that_only_links_to_the_platform_takes_its_link_along(tmp_p
     link.symlink_to(platform)
     info = servers.object_store(link, new_holder())
     link.unlink()
-    # A look of the guard finds no record under a path that is gone, within two of its pauses.
-    assert not within(4 * guard.POLL_S, lambda: not all(ref.alive() for ref in info.processes))
+    assert not within(guard.TERM_S + 2, lambda: not info.processes[0].alive())
     guard.end_recorded(platform, servers.OBJECT_STORE)
     assert gone_within(info.processes, 8.0)
 
