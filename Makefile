@@ -18,7 +18,15 @@ $(STAMP): requirements-cpu.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c "import torch" 2> /dev/null || { echo "$$TORCH_BROKEN"; exit 1; }
 	touch $(STAMP)
+
+define TORCH_BROKEN
+setup: torch does not load: pip's index has served its GPU build, whose libraries are not here. Put the CPU build in its
+place, from PyTorch's wheel index for the CPU (its "Get Started" page has the address), and say `make setup` again:
+    $(BIN)/python -m pip install --force-reinstall --no-deps torch==2.13.0 --index-url ADDRESS
+endef
+export TORCH_BROKEN
 
 run: setup  ## the main job: the quickstart, or where it was left
 	$(BIN)/keepstep run --config quickstart $(ARGS)

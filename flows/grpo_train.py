@@ -71,7 +71,11 @@ def grpo_train(
         form: what is set most often, as fields of the deployment's page; `overrides` win over it.
     """
     given = (form.to_overrides() if form else {}) | overrides
-    settings = load(config, [f"{key}={to_yaml_value(value)}" for key, value in given.items()])
+    try:
+        settings = load(config, [f"{key}={to_yaml_value(value)}" for key, value in given.items()])
+    except KeepstepError as error:
+        # Raised, it would stand in the log twice over with its traceback, and the state would bear no name.
+        return Failed(name=NOT_RETRYABLE, message=str(error), data=error)
     done = complete_result(settings)
     if done is not None:
         get_run_logger().info("%s is complete at step %d", settings.trainer.output_dir, done["final_step"])

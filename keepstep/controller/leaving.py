@@ -26,6 +26,20 @@ class StepDropped(Exception):  # noqa: N818  (a decision, not a fault)
     """The running step, or its validation, would not end within the grace: what stands is to be saved."""
 
 
+def asked_to_leave(error: BaseException) -> Preempted | None:
+    """The notice that ended an attempt in another shape; None: it was none.
+
+    What the signal handler raises inside of compiled code comes out as the cause of a SystemError; and until `ray.init`
+    has returned the handler is Ray's, which raises SystemExit with the signal's number.
+    """
+    if isinstance(error, SystemExit) and error.code == signal.SIGTERM:
+        return Preempted("Asked to leave during start-up.")
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, Preempted):
+        seen = seen.__cause__
+    return seen
+
+
 class Leaving:
     """Notices that the attempt should end. `end_now(error)` records the end and ends the processes."""
 

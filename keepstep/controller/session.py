@@ -28,7 +28,7 @@ from keepstep.config.load import to_yaml, without_asked_checkpoint
 from keepstep.config.schema import RunConfig
 from keepstep.controller.debugging import scratch
 from keepstep.controller.finishing import finish
-from keepstep.controller.leaving import Leaving
+from keepstep.controller.leaving import Leaving, asked_to_leave
 from keepstep.controller.reporting import log_config, logger, open_log
 from keepstep.controller.uploader import Uploader
 from keepstep.errors import (
@@ -357,6 +357,8 @@ class Session:
         """Our error for whatever ended the attempt; a bug keeps its traceback in the log."""
         if isinstance(error, KeepstepError):
             return error
+        if (asked := asked_to_leave(error)) is not None:
+            return asked
         logger.error("unexpected failure", exc_info=error)
         if isinstance(error, OSError) and error.errno in NO_ROOM_ERRNOS:
             return NoRoomError(

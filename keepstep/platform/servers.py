@@ -40,6 +40,7 @@ ROLES = (OBJECT_STORE, PREFECT_SERVER)
 DATABASE_VARIABLE = "PREFECT_API_DATABASE_CONNECTION_URL"
 BUCKET = EMBEDDED_BUCKET
 REGION = "us-east-1"
+EVENT_ORDERING = {"PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": "keepstep.platform.event_ordering"}
 OBJECT_STORE_START_S = 60.0
 START_TRIES = 3
 PREFECT_START_S = 180.0
@@ -119,6 +120,7 @@ def prefect_server(platform: Path, holder: ProcessRef, database: str | None = No
         "PREFECT_SERVER_UI_API_URL": "/api",
         # Leases in the server's memory would be lost with a restart, and the run that holds one be ended.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        **EVENT_ORDERING,
     }
     if database is not None:
         _check_database(platform, database)

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from keepstep.controller.leaving import Leaving, StepDropped
+from keepstep.controller.leaving import Leaving, StepDropped, asked_to_leave
 from keepstep.errors import FencedError, Preempted
 
 # The end of a grace ends this process: none of these comes to it.
@@ -123,3 +123,18 @@ def test_code_that_never_returns_ends_the_attempt():
     )
     done = run(body)
     assert (done.returncode, done.stdout) == (1, "ended: the reward function hangs\n"), done.stderr
+
+
+def test_a_notice_is_known_in_the_shapes_that_it_takes():
+    """Raised inside compiled code, and by Ray's own handler; nothing else counts as one."""
+    try:
+        try:
+            raise Preempted("asked")
+        except Preempted as notice:
+            raise SystemError("CoreWorker.wait returned a result with an exception set") from notice
+    except SystemError as error:
+        found = asked_to_leave(error)
+    assert found is not None and found.message == "asked"
+    assert isinstance(asked_to_leave(SystemExit(15)), Preempted)
+    for other in (SystemExit(1), SystemError("another"), RuntimeError("bug")):
+        assert asked_to_leave(other) is None
