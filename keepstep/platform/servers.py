@@ -48,6 +48,8 @@ RESTART_S = 30.0
 
 # SeaweedFS finds its admin server's gRPC port at this distance, whatever it is told.
 SEAWEED_GRPC_OFFSET = 10000
+# Engines begin at 20014 (`rollout.port`) and take some ports each: the store stays clear of them.
+ADMIN_PORTS = range(22000, 30000)
 SEAWEED_PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "filer.port", "filer.port.grpc",
                  "volume.port", "volume.port.grpc")  # fmt: skip
 
@@ -377,7 +379,7 @@ def _free_ports(count: int) -> list[int]:
 
 def _admin_ports() -> dict[str, int]:
     for _ in range(200):
-        port = 20000 + secrets.randbelow(10000)
+        port = secrets.choice(ADMIN_PORTS)
         with socket.socket() as http, socket.socket() as grpc:
             try:
                 http.bind(("127.0.0.1", port))
@@ -385,7 +387,7 @@ def _admin_ports() -> dict[str, int]:
             except OSError:
                 continue
             return {"admin.port": port, "admin.port.grpc": port + SEAWEED_GRPC_OFFSET}
-    raise ConfigError("No free pair of ports between 20000 and 40000 on 127.0.0.1.", "End servers that are not needed.")
+    raise ConfigError("No free pair of ports between 22000 and 40000 on 127.0.0.1.", "End servers that are not needed.")
 
 
 def _store_info(url: str, processes: list[ProcessRef], env: dict[str, str]) -> ServerInfo:
