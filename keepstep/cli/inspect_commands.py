@@ -98,11 +98,16 @@ def plan_command(args: argparse.Namespace) -> int:
 
 
 def existing_run(path: str) -> RunDir:
+    """
+    Raises:
+        ConfigError: it is none; with the runs that are in it.
+    """
     run = RunDir.at(path)
     if not run.has_record():
-        raise ConfigError(
-            f"{run.root} is not the folder of a run: it has no run.json.", "Give the run's trainer.output_dir."
-        )
+        why = "it has no run.json" if run.root.is_dir() else "it does not exist"
+        inside = sorted(record.parent.name for record in run.root.glob("*/run.json"))
+        remedy = f"Runs in it: {', '.join(inside)}." if inside else "Give the run's trainer.output_dir."
+        raise ConfigError(f"{run.root} is not the folder of a run: {why}.", remedy)
     return run
 
 

@@ -265,7 +265,7 @@ def _refuse_unknown(given: dict[str, Any]) -> None:
             lines.append(f"{key} is a section, not a setting; it has {', '.join(below[:3])}, …")
         else:
             lines.append(f"{key} is not a setting" + (f"; the nearest is {nearest}" if nearest else ""))
-    raise ConfigError("Unknown settings:\n  " + "\n  ".join(lines), "See all of them: keepstep train --dry-run")
+    raise ConfigError("Unknown settings:\n  " + "\n  ".join(lines), "See all of them: keepstep run --dry-run")
 
 
 def _nearest(key: str) -> str | None:

@@ -211,6 +211,17 @@ def test_plan_without_a_usable_one(copy: RunDir, capsys: pytest.CaptureFixture[s
 def test_a_folder_that_is_no_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, str(tmp_path)]) == EXIT_USAGE
     assert f"{tmp_path} is not the folder of a run" in capsys.readouterr().err
+    assert main([command, str(tmp_path / "typo")]) == EXIT_USAGE
+    assert "is not the folder of a run" in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_runs_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "run.json").write_text("{}")
+    assert main(["ls", str(tmp_path)]) == EXIT_USAGE
+    assert "it has no run.json.\n  Runs in it: mine." in capsys.readouterr().err
+    assert main(["ls", str(tmp_path / "typo")]) == EXIT_USAGE
+    assert "typo is not the folder of a run: it does not exist." in capsys.readouterr().err
 
 
 # dataset check
