@@ -63,6 +63,9 @@ def plot(curves: Curves) -> str:
         y = HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * value
         parts.append(f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{y}" y2="{y}" stroke="#ddd"/>')
         parts.append(f'<text x="{MARGIN - 6}" y="{y + 4}" font-size="11" text-anchor="end">{value}</text>')
+    for step in (1, *range(20, num_steps + 1, 20)):
+        x = MARGIN + (WIDTH - 2 * MARGIN) * (step - 1) / (num_steps - 1)
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - MARGIN + 16}" font-size="11" text-anchor="middle">{step}</text>')
     for row, (who, each) in enumerate(curves.items()):
         parts += [line(curve, COLOURS[who], 1, 0.25) for curve in each]
         parts.append(line([statistics.fmean(values) for values in zip(*each, strict=True)], COLOURS[who], 2.5, 1))
