@@ -6,6 +6,7 @@ processes that nobody waits for right now (ranks during a rollout) are looked at
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,10 @@ class Supervisor:
         return dead
 
 
+LOST_PEER = re.compile(r"Connection closed by peer|gloo\b.*(Connection reset by peer|Broken pipe)", re.DOTALL)
+"""What a collective says of a rank that died, whatever it was doing then."""
+
+
 def classify(error: BaseException, what: str) -> errors.KeepstepError:
     """Our error for whatever a remote call raised."""
     cause = getattr(error, "cause", None) or error
@@ -141,7 +146,7 @@ def classify(error: BaseException, what: str) -> errors.KeepstepError:
         return errors.NoRoomError(
             f"{what}: no room on the filesystem ({cause}).", "Free space or lower checkpoint.keep_last."
         )
-    if "Connection closed by peer" in str(cause):
+    if LOST_PEER.search(str(cause)):
         return errors.WorkerDiedError(f"{what}: a peer of the group went away ({_first_line(cause)}).")
     if "Timed out waiting" in str(cause):
         return errors.NoProgressError(f"{what}: a peer of the group did not answer ({_first_line(cause)}).")

@@ -28,7 +28,8 @@ _NODE = re.compile(r"node (?:has )?died|its node|node .*(?:was terminated|is dea
 _DIED = re.compile(r"^(?P<what>.*?): (?P<roles>.*?) died|^(?P<where>.*?): a worker died")
 _KILLER = re.compile(r"SIGKILL|OOM.?kill|oom_kill|out-of-memory killer|signal 9|exit code -?9", re.I)
 _SILENT = re.compile(
-    r"no answer from|Timed out waiting|timed out after|Connection closed by peer|Nothing was heard", re.I
+    r"no answer from|Timed out waiting|timed out after|Connection (?:closed|reset) by peer|Nothing was heard",
+    re.I,
 )
 _ROLE = re.compile(r"no answer from (.+?) within (\d+) s")
 
