@@ -32,16 +32,9 @@ def build_model(
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     _without_dropout(config)
     with torch.device("meta"):
-        attention = ATTENTION if packed else "sdpa"
-        register_attention()
+        attention = _packed_attention(config, model_dir) if packed else "sdpa"
         found = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     found.config.use_cache = False
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if packed and others:
-        raise ConfigError(
-            f"{model_dir} has layers of {', '.join(sorted(others))}: its sequences cannot be packed.",
-            "Leave out actor_rollout_ref.model.use_remove_padding and actor_rollout_ref.actor.use_prefix_grouper.",
-        )
     if model.lora_rank:
         add_adapters(found, model)
     if model.enable_gradient_checkpointing:
@@ -60,6 +53,22 @@ def build_model(
     found.tie_weights()
     _fill_buffers(found)
     return found.train()
+
+
+def _packed_attention(config: Any, model_dir: str) -> str:
+    """What transformers knows the attention to packed sequences by.
+
+    Raises:
+        ConfigError: not all layers attend to everything before a token.
+    """
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others:
+        raise ConfigError(
+            f"{model_dir} has layers of {', '.join(sorted(others))}: its sequences cannot be packed.",
+            "Leave out actor_rollout_ref.model.use_remove_padding and actor_rollout_ref.actor.use_prefix_grouper.",
+        )
+    register_attention()
+    return ATTENTION
 
 
 def _without_dropout(config: Any) -> None:
