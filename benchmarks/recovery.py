@@ -7,7 +7,7 @@ One run per way of dying. Every kill is timed by this process's clock, everythin
 - cold start: the command is started in an empty folder -> its first step is finished
 - detection: kill -> the event that says so (`worker_lost` in place; the next attempt's `attempt_started` otherwise)
 - recovery: kill -> the next step that is finished
-- productive share: seconds of the steps that count / seconds from the first kill's step on, with a kill every ten steps
+- productive share: what the steps would take undisturbed / seconds from the first kill on, with a kill every ten steps
 
 A killed command (flow, node) is started again by this process at once, as an automation would after its window of
 silence, which is not in the figures. The Prefect and the S3 server run beside it all the time.
@@ -111,15 +111,24 @@ def measure(folder: Path, mode: str, victim: str, num_kills: int) -> dict[str, A
         recovered.append(first_after(driver, ("step",), moment) - moment)
     assert driver.wait(300) == 0, driver.tail()
     assert wait_until_gone([ref for ref in driver.all_processes() if ref.role not in servers.ROLES]) == []
-    rows = last_step_rows(driver.run.events)
-    # Of the step that was struck only a part lies after the kill: it counts as lost.
-    counted = [row["seconds"] for row in rows.values() if seconds(row) - row["seconds"] > begin]
-    wall_s = max(seconds(row) for row in rows.values()) - begin
     return {
         "detected_s": [round(value, 2) for value in detected],
         "next_step_s": [round(value, 2) for value in recovered],
-        "productive_share": round(sum(counted) / wall_s, 3),
+        "productive_share": round(productive_share(last_step_rows(driver.run.events), begin), 3),
     }
+
+
+def productive_share(rows: dict[int, dict[str, Any]], begin: float) -> float:
+    """Of the time from the first kill, at `begin`, to the last step: what the steps take that nothing disturbs.
+
+    Args:
+        rows: the last `step` event of every step.
+    """
+    # A step in which an engine is replaced lasts as long as that takes.
+    step_s = statistics.median(row["seconds"] for row in rows.values())
+    # The first of them was under way at the kill.
+    num_steps = sum(seconds(row) > begin for row in rows.values()) - 1
+    return float(num_steps * step_s / (max(seconds(row) for row in rows.values()) - begin))
 
 
 def wait_for_spares(driver: Driver) -> None:
