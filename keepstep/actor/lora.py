@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from keepstep.actor.gathering import gathered
 from keepstep.actor.shards import LORA_A as A
 from keepstep.actor.shards import LORA_B as B
 from keepstep.actor.shards import copy_chunks
@@ -52,16 +53,17 @@ def base_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full tensors of W + (alpha / r) B A by the base model's names. A collective: every rank goes through all."""
+    """Full tensors of W + (alpha / r) B A by the base model's names on rank 0, nothing elsewhere.
+
+    A collective that every rank has to exhaust.
+    """
     params = dict(model.named_parameters())
-    for name, param in params.items():
-        if name.endswith((A, B)):
-            continue
-        full = param.full_tensor().detach()  # type: ignore[attr-defined]
+    adapters = dict(gathered({name: param for name, param in params.items() if name.endswith((A, B))}))
+    for name, full in gathered({name: param for name, param in params.items() if not name.endswith((A, B))}):
         module = name.removesuffix(BASE)
-        if name.endswith(BASE) and module + A in params:
-            down, up = (params[module + part].full_tensor().detach() for part in (A, B))  # type: ignore[attr-defined]
-            full = full + model.get_submodule(module).scaling["default"] * (up @ down)  # type: ignore[index]
+        if module + A in adapters:
+            scaling = model.get_submodule(module).scaling["default"]  # type: ignore[index]
+            full = full + scaling * (adapters[module + B] @ adapters[module + A])
         yield _base_name(name), full
 
 

@@ -11,12 +11,14 @@ from keepstep.actor.batch import Batch
 from keepstep.config.schema import TimeoutConfig
 from keepstep.controller.supervision import Supervisor
 from keepstep.errors import KeepstepError, NoProgressError, WorkerDiedError
-from keepstep.rollout.types import Request, Response
+from keepstep.rollout.types import Request, Response, Sampled
 
 if TYPE_CHECKING:
     from keepstep.actor.rank import LoadReport
 
 T = TypeVar("T")
+SLICE_S = 1.0
+"""Seconds after which an engine tells what is finished, where somebody wants to know."""
 
 
 class EngineRecovery(Protocol):
@@ -155,19 +157,47 @@ class EngineGroup:
 
         self._reviving(update)
 
-    def generate(self, requests: list[Request], *, version: int, max_tokens: int, temperature: float) -> list[Response]:
+    def generate(
+        self,
+        requests: list[Request],
+        *,
+        version: int,
+        max_tokens: int,
+        temperature: float,
+        finished: Callable[[dict[int, Response]], None] | None = None,
+    ) -> list[Response]:
+        """One response per request, in order.
+
+        Args:
+            finished: told of responses, by their places, while others are still sampled; of some of them twice when an
+                engine is lost. None: nobody is, which saves asking.
+        """
+        slice_s = SLICE_S if finished else None
         shares = np.array_split(np.arange(len(requests)), len(self.actors))
 
-        def generate() -> list[list[Response]]:
-            calls = self._calls(
-                lambda actor, index: actor.generate.remote(
-                    [requests[row] for row in shares[index]], version, max_tokens, temperature
-                )
-            )
-            return self._supervisor.gather(calls, self._timeouts.step_s, "rollout")
+        def begin(actor: Any, index: int) -> Any:
+            share = [requests[row] for row in shares[index]]
+            return actor.generate.remote(share, version, max_tokens, temperature, slice_s)
+
+        def generate() -> dict[int, Response]:
+            found: dict[int, Response] = {}
+            asked = {index: begin(actor, index) for index, actor in enumerate(self.actors)}
+            while asked:
+                # Asked before the answers are looked at: no engine waits for this process.
+                ahead = {index: self.actors[index].go_on.remote(slice_s) for index in asked} if finished else {}
+                calls = [(f"engine {index}", reference) for index, reference in asked.items()]
+                answers: list[Sampled] = self._supervisor.gather(calls, self._timeouts.step_s, "rollout")
+                for index, answer in zip(asked, answers, strict=True):
+                    new = {int(shares[index][at]): response for at, response in answer.finished}
+                    found |= new
+                    if finished:
+                        finished(new)
+                left = [index for index, answer in zip(asked, answers, strict=True) if not answer.done]
+                asked = {index: ahead[index] for index in left}
+            return found
 
         answers = self._reviving(generate, version)
-        return [response for answer in answers for response in answer]
+        return [answers[row] for row in range(len(requests))]
 
     def _reviving(self, act: Callable[[], T], version: int | None = None) -> T:
         """`act`, made again after each loss of an engine that may be mended.

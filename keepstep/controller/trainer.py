@@ -28,7 +28,7 @@ from keepstep.controller import resume_probe
 from keepstep.controller.groups import EngineGroup, RankGroup
 from keepstep.controller.leaving import Leaving
 from keepstep.controller.pace import Pace
-from keepstep.controller.rollouts import Rollouts
+from keepstep.controller.rollouts import Questions, Rollouts
 from keepstep.controller.samples import Sample
 from keepstep.controller.saver import Saver
 from keepstep.controller.state import TrainState
@@ -76,6 +76,11 @@ class Trainer:
         self.pace = Pace()
         self._num_gen_batches = 0
         """Batches of prompts that the running step has rolled out."""
+
+    @property
+    def group_size(self) -> int:
+        """Responses to each prompt."""
+        return self.config.actor_rollout_ref.rollout.n
 
     def fit(self) -> None:
         """Train to the last step, or to the end of the step in which the attempt is asked to leave.
@@ -140,10 +145,12 @@ class Trainer:
         )
 
     def roll_out_batch(self, number: int) -> Rollouts:
-        """The step's `number`-th batch of prompts, rolled out and scored."""
+        """The step's `number`-th batch of prompts, rolled out and scored: by a pool while others are still sampled."""
         rows = self.next_prompts(number)
-        responses = self.generate(rows, number)
-        return Rollouts(rows, responses, self.score(rows, responses))
+        scorer, questions = self.parts.scorer, Questions(rows, self.group_size, self.parts.decode)
+        finished = (lambda new: scorer.begin(questions.add(new))) if scorer.in_background else None
+        responses = self.generate(rows, number, finished)
+        return Rollouts(rows, responses, self.score(questions.of(responses)))
 
     def next_prompts(self, number: int) -> list[Row]:
         """The next rows in the run's order; that order is a function of (seed, offset) alone."""
@@ -157,8 +164,10 @@ class Trainer:
         )
         return [self.parts.train_set[index] for index in indices]
 
-    def generate(self, rows: list[Row], number: int) -> list[Response]:
-        """`rollout.n` responses to each prompt, in order of prompts."""
+    def generate(
+        self, rows: list[Row], number: int, finished: Callable[[dict[int, Response]], None] | None
+    ) -> list[Response]:
+        """`rollout.n` responses to each prompt, in order of prompts; `finished` as in `EngineGroup.generate`."""
         rollout, step = self.config.actor_rollout_ref.rollout, self.state.global_step + 1
         first = number * self.config.data.train_batch_size
         requests = [
@@ -172,14 +181,14 @@ class Trainer:
                 version=self.state.global_step,
                 max_tokens=self.config.data.max_response_length,
                 temperature=rollout.temperature,
+                finished=finished,
             )
 
-    def score(self, rows: list[Row], responses: list[Response]) -> np.ndarray:
+    def score(self, questions: list[Question]) -> np.ndarray:
         """What the reward function says, [num_prompts, group_size]."""
-        group_size = self.config.actor_rollout_ref.rollout.n
         with self.pace.act("reward"):
-            scores = self._score([row for row in rows for _ in range(group_size)], responses)
-        return np.array(scores, dtype=np.float64).reshape(len(rows), group_size)
+            scores = self._score(questions)
+        return np.array(scores, dtype=np.float64).reshape(-1, self.group_size)
 
     def pack(self, rollouts: Rollouts) -> Batch:
         prompts = [row.prompt_ids for row in rollouts.rows for _ in range(rollouts.group_size)]
@@ -316,13 +325,9 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return due(self.state.global_step, every)
 
-    def _score(self, rows: list[Row], responses: list[Response]) -> list[float]:
+    def _score(self, questions: list[Question]) -> list[float]:
         """One reward per response. Scored here, in the main thread: verifiers set alarms, which work nowhere else."""
-        decode, scorer, timeout_s = self.parts.decode, self.parts.scorer, self.config.timeouts.reward_s
-        questions = [
-            Question(row.data_source, decode(response.token_ids), row.ground_truth, row.extra_info)
-            for row, response in zip(rows, responses, strict=True)
-        ]
+        scorer, timeout_s = self.parts.scorer, self.config.timeouts.reward_s
 
         def late() -> NoProgressError:
             at = scorer.current

@@ -10,10 +10,12 @@ import numpy as np
 from keepstep.algorithm.best_of import best_of_k, tries
 from keepstep.config.schema import RunConfig
 from keepstep.controller.groups import EngineGroup
+from keepstep.controller.rollouts import Questions
 from keepstep.controller.samples import Sample
-from keepstep.data.loader import Dataset, Row
+from keepstep.data.loader import Dataset
 from keepstep.data.order import sample_seed
-from keepstep.rollout.types import Request, Response
+from keepstep.rewards.scoring import Question
+from keepstep.rollout.types import Request
 
 MEAN = "val/reward/mean"
 
@@ -38,7 +40,7 @@ def validate(
     config: RunConfig,
     val_set: Dataset,
     engines: EngineGroup,
-    score: Callable[[list[Row], list[Response]], list[float]],
+    score: Callable[[list[Question]], list[float]],
     decode: Callable[[list[int]], str],
     *,
     step: int,
@@ -59,7 +61,7 @@ def validate(
             requests, version=step, max_tokens=config.data.max_response_length, temperature=settings.temperature
         )
         asked = [row for row in rows for _ in range(settings.n)]
-        scores = score(asked, responses)
+        scores = score(Questions(rows, settings.n, decode).of(responses))
         rewards += scores
         missing = config.trainer.log_val_generations * settings.n - len(samples)
         samples += [

@@ -105,13 +105,17 @@ class EngineWorker(Worker):
         from keepstep.rollout.vllm_engine import VllmEngine
 
         self._engine = VllmEngine(model_dir, self._config, max_model_len=max_model_len, device=self._device)
-        return self.identity()
+        return self.identity() | {"workers": self._engine.workers()}
 
     def update_weights(self, weights: Any, version: int) -> None:
         self._engine.update_weights(weights, version)
 
-    def generate(self, requests: Any, version: int, max_tokens: int, temperature: float) -> Any:
-        return self._engine.generate(requests, version=version, max_tokens=max_tokens, temperature=temperature)
+    def generate(self, requests: Any, version: int, max_tokens: int, temperature: float, slice_s: float | None) -> Any:
+        self._engine.begin(requests, version=version, max_tokens=max_tokens, temperature=temperature)
+        return self._engine.go_on(slice_s)
+
+    def go_on(self, slice_s: float | None) -> Any:
+        return self._engine.go_on(slice_s)
 
 
 class WriterWorker(Worker):

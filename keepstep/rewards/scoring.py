@@ -1,7 +1,8 @@
 """Scoring a batch of responses: in this process or in a pool, by plain or async functions, with a limit for each.
 
-Concurrency: used by the loop's thread. With `num_workers` a pool of processes scores parts of the batch; the loop waits
-for all of them and looks in between whether the attempt should end. A worker dies with the process that started it.
+Concurrency: used by the loop's thread. With `num_workers` a pool of processes scores parts of the batch, those that
+`begin` brings while others are still sampled; the loop waits for all of them in `score` and looks in between whether
+the attempt should end. A worker dies with the process that started it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -49,6 +50,9 @@ class Score:
     """The other numbers of a dict that the function returned."""
 
 
+Outcome = Score | RewardError
+
+
 class Scorer:
     """The run's reward function at work."""
 
@@ -61,8 +65,25 @@ class Scorer:
         """What is being scored in this process."""
         self._function, self._settings, self._source = function, settings, source
         self._pool: ProcessPoolExecutor | None = None
+        self._begun: dict[int, tuple[Question, Future[list[Outcome]], int]] = {}
+        """By place in the batch: what the pool was given, what it will answer, and where in that answer."""
         self._scores: list[Score] = []
         self._num_errors = 0
+
+    @property
+    def in_background(self) -> bool:
+        """Whether `begin` has somebody to give its questions to."""
+        return self._settings.num_workers > 0
+
+    def begin(self, questions: dict[int, Question]) -> None:
+        """Have the pool score these, by their places in the batch that `score` is asked for next; nothing is awaited.
+
+        `score` must be given the very same objects.
+        """
+        if self.in_background:
+            # A pool that is broken is met again, and told of, in `score`.
+            with suppress(BrokenProcessPool):
+                self._submit(questions)
 
     def score(self, questions: Sequence[Question], check: Callable[[], None]) -> list[float]:
         """One reward per response, in order.
@@ -100,32 +121,44 @@ class Scorer:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
-    def _here(self, questions: Sequence[Question], check: Callable[[], None]) -> list[Score | RewardError]:
+    def _here(self, questions: Sequence[Question], check: Callable[[], None]) -> list[Outcome]:
         def beginning(question: Question | None) -> None:
             self.current = question
             check()
 
         return score_all(self._function, questions, self._settings.timeout_s, beginning)
 
-    def _in_pool(self, questions: Sequence[Question], check: Callable[[], None]) -> list[Score | RewardError]:
-        workers = self._settings.num_workers
-        if self._pool is None:
-            context, source = multiprocessing.get_context("spawn"), self._source
-            self._pool = ProcessPoolExecutor(workers, context, _begin, (source.name, source.path))
-        size = max(1, -(-len(questions) // (workers * PARTS_PER_WORKER)))
-        parts = [list(questions[first : first + size]) for first in range(0, len(questions), size)]
+    def _in_pool(self, questions: Sequence[Question], check: Callable[[], None]) -> list[Outcome]:
+        asked = dict(enumerate(questions))
         try:
-            futures = [self._pool.submit(_score_part, part, self._settings.timeout_s) for part in parts]
-            waiting: set[Future[list[Score | RewardError]]] = set(futures)
+            # By identity: what was begun in a step that was broken off stands here still.
+            self._submit({place: q for place, q in asked.items() if self._begun.get(place, (None,))[0] is not q})
+            answers = [self._begun[place][1:] for place in asked]
+            waiting = {future for future, _ in answers}
             while waiting:
                 check()
                 _, waiting = wait(waiting, timeout=POLL_S)
-            return [outcome for future in futures for outcome in future.result()]
+            return [future.result()[index] for future, index in answers]
         except BrokenProcessPool as error:
             self.close()
             raise WorkerDiedError(
                 "A process that scores responses died.", "Memory is the usual cause: lower reward_model.num_workers."
             ) from error
+        finally:
+            self._begun = {}
+
+    def _submit(self, questions: dict[int, Question]) -> None:
+        """Give them to the pool in parts, several for each worker."""
+        workers = self._settings.num_workers
+        if self._pool is None:
+            context, source = multiprocessing.get_context("spawn"), self._source
+            self._pool = ProcessPoolExecutor(workers, context, _begin, (source.name, source.path))
+        places = list(questions)
+        size = max(1, -(-len(places) // (workers * PARTS_PER_WORKER)))
+        for first in range(0, len(places), size):
+            part = places[first : first + size]
+            future = self._pool.submit(_score_part, [questions[place] for place in part], self._settings.timeout_s)
+            self._begun |= {place: (questions[place], future, index) for index, place in enumerate(part)}
 
 
 def score_all(
@@ -133,7 +166,7 @@ def score_all(
     questions: Sequence[Question],
     timeout_s: float | None,
     beginning: Callable[[Question | None], None],
-) -> list[Score | RewardError]:
+) -> list[Outcome]:
     """One outcome per response, in order; those of an async function are worked on at the same time.
 
     In the main thread of a process: the limit is an alarm, and verifiers set such too.
@@ -151,7 +184,7 @@ def score_all(
     return found
 
 
-def score(function: RewardFunction, question: Question, timeout_s: float | None = None) -> Score | RewardError:
+def score(function: RewardFunction, question: Question, timeout_s: float | None = None) -> Outcome:
     """One response's reward. A dict carries it under `score`, as in verl."""
     try:
         with _limit(timeout_s):
@@ -165,8 +198,8 @@ async def _score_together(
     questions: Sequence[Question],
     timeout_s: float | None,
     beginning: Callable[[Question | None], None],
-) -> list[Score | RewardError]:
-    async def one(question: Question) -> Score | RewardError:
+) -> list[Outcome]:
+    async def one(question: Question) -> Outcome:
         try:
             return _to_score(await asyncio.wait_for(function(**_arguments(question)), timeout_s))
         except TimeoutError:
@@ -243,6 +276,6 @@ def _begin(name: str, path: str | None) -> None:
     _FUNCTION = load_reward(name, path)
 
 
-def _score_part(questions: list[Question], timeout_s: float | None) -> list[Score | RewardError]:
+def _score_part(questions: list[Question], timeout_s: float | None) -> list[Outcome]:
     assert _FUNCTION is not None, "the pool's initializer has run"
     return score_all(_FUNCTION, questions, timeout_s, lambda _: None)

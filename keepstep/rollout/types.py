@@ -22,3 +22,13 @@ class Response:
     log_probs: list[float]
     finished: bool
     """False: cut off at the token limit."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What an engine has brought about of a rollout since it was last asked."""
+
+    finished: list[tuple[int, Response]]
+    """By place among the requests that it was given."""
+    done: bool
+    """Nothing is left to be sampled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -9,7 +10,7 @@ from vllm import LLM, SamplingParams
 from keepstep.config.schema import RolloutConfig
 from keepstep.errors import StaleWeightsError
 from keepstep.rollout import weight_transfer
-from keepstep.rollout.types import Request, Response
+from keepstep.rollout.types import Request, Response, Sampled
 
 CPU_BLOCK_SIZE = 32
 """Tokens of a block of the KV cache; vLLM's CPU kernels take multiples of this."""
@@ -22,6 +23,9 @@ class VllmEngine:
         weight_transfer.register()
         self._version: int | None = None
         self._stop = config.stop
+        self._ids: list[str] = []
+        self._first_id = 0
+        """vLLM's names of the requests at work; its own count gives them numbers in a row."""
         self._llm = LLM(
             model=model_dir,
             load_format="dummy",
@@ -47,13 +51,19 @@ class VllmEngine:
     def update_weights(self, weights: dict[str, Any], version: int) -> None:
         """Load full, unsharded tensors by parameter name; `version` is the global step they belong to."""
         self._version = None
+        self._drop_unfinished()
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {"weights": weights}})
         self._llm.finish_weight_update(weight_version=str(version))
         self._version = version
 
     def generate(self, requests: list[Request], *, version: int, max_tokens: int, temperature: float) -> list[Response]:
-        """One response per request, in order.
+        """One response per request, in order; raises as `begin` does."""
+        self.begin(requests, version=version, max_tokens=max_tokens, temperature=temperature)
+        return [response for _, response in sorted(self.go_on(None).finished, key=lambda answer: answer[0])]
+
+    def begin(self, requests: list[Request], *, version: int, max_tokens: int, temperature: float) -> None:
+        """Take requests on; `go_on` samples the responses. What was left unfinished of others is dropped.
 
         Raises:
             StaleWeightsError: the engine does not hold the weights of `version`.
@@ -62,6 +72,7 @@ class VllmEngine:
             raise StaleWeightsError(
                 f"The engine holds weights of step {self._version}, asked to sample with {version}."
             )
+        self._drop_unfinished()
         # A rollout is a function of its requests: what earlier ones left would be there in some attempts only.
         self._llm.reset_prefix_cache()
         params = [
@@ -77,7 +88,24 @@ class VllmEngine:
             for request in requests
         ]
         prompts: Any = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        return [_response(output.outputs[0]) for output in self._llm.generate(prompts, params, use_tqdm=False)]
+        self._first_id = self._llm.request_counter.counter
+        self._ids = self._llm.enqueue(prompts, params, use_tqdm=False)
+
+    def go_on(self, slice_s: float | None) -> Sampled:
+        """Sample a token each until all requests are answered, or for `slice_s` seconds, once in any case."""
+        engine, begin = self._llm.llm_engine, time.monotonic()
+        finished: list[tuple[int, Response]] = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                finished.append((int(output.request_id) - self._first_id, _response(output.outputs[0])))  # type: ignore[index]
+            if slice_s is not None and time.monotonic() - begin >= slice_s:
+                break
+        return Sampled(finished, not engine.has_unfinished_requests())
+
+    def _drop_unfinished(self) -> None:
+        """Of a rollout that was broken off between two slices."""
+        if self._llm.llm_engine.has_unfinished_requests():
+            self._llm.llm_engine.abort_request(self._ids, internal=True)
 
 
 def _response(completion: Any) -> Response:

@@ -30,6 +30,7 @@ class Driver:
     output_dir: Path
     overrides: list[str]
     command: str = "run"
+    config: str = "quickstart"
     log: Path = field(init=False)
     process: subprocess.Popen[bytes] | None = None
     history: list[Event] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Driver:
     def start(self) -> None:
         """Start the command; its output goes to a file beside the run."""
         settings = [f"trainer.output_dir={self.output_dir}", *self.overrides]
-        arguments = [sys.executable, "-m", "keepstep.cli.main", self.command, "--config", "quickstart", *settings]
+        arguments = [sys.executable, "-m", "keepstep.cli.main", self.command, "--config", self.config, *settings]
         if self.command == "make run":
             arguments = ["make", "-C", str(REPOSITORY), "run", f"ARGS={' '.join(settings)}"]
         with self.log.open("ab") as log:

@@ -136,7 +136,7 @@ class LocalEngines:
     def update_weights(self, _weights: Any, _version: int) -> None: ...
 
     @torch.no_grad()
-    def generate(self, requests: list[Request], *, version: int, max_tokens: int, temperature: float) -> list[Response]:
+    def generate(self, requests: list[Request], *, max_tokens: int, **_rest: Any) -> list[Response]:
         self.seeds += [request.seed for request in requests]
         self.rank.model.eval()
         found = [self._sample(request, max_tokens) for request in requests]

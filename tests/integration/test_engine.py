@@ -46,6 +46,14 @@ requests += [Request(tokenizer.encode(f"{a}+{a}=" * 20), 7 * a + sample) for a i
 def ask(version, asked=requests):
     return engine.generate(asked, version=version, max_tokens=8, temperature=temperature)
 
+def in_slices(version):
+    engine.begin(requests, version=version, max_tokens=8, temperature=temperature)
+    slices = [engine.go_on(0.0)]
+    while not slices[-1].done:
+        slices.append(engine.go_on(0.0))
+    assert len(slices) > 3 and len(slices[-1].finished) < len(requests)
+    return [response for _, response in sorted(sum((part.finished for part in slices), []), key=lambda one: one[0])]
+
 def refuses(version):
     try:
         ask(version)
@@ -64,6 +72,11 @@ for version in range(3):
             parameter.add_(torch.randn_like(parameter) * 0.05)
     engine.update_weights({name: value.detach().numpy() for name, value in model.named_parameters()}, version)
     answers = ask(version)
+    assert ask(version) == answers
+    assert in_slices(version) == answers
+    # What is broken off between two slices leaves nothing behind.
+    engine.begin(requests, version=version, max_tokens=8, temperature=temperature)
+    engine.go_on(0.0)
     assert ask(version) == answers
     known = engine._llm.generate([{"prompt_token_ids": list(r.prompt_ids)} for r in requests], use_tqdm=False)
     report["shared"] = [output.num_cached_tokens for output in known]

@@ -11,7 +11,7 @@ from keepstep.config.schema import TimeoutConfig
 from keepstep.controller.groups import EngineGroup
 from keepstep.controller.recovery import Budget
 from keepstep.errors import WorkerDiedError
-from keepstep.rollout.types import Request
+from keepstep.rollout.types import Request, Sampled
 
 
 def test_budget_is_refilled_by_a_newly_verified_step():
@@ -44,7 +44,9 @@ class FakeSupervisor:
         if dead:
             raise WorkerDiedError(f"{what}: {', '.join(dead)} died.").of(dead)
         return [
-            [request.seed for request in arguments[0]] if kind == "generate" else None
+            Sampled([(at, request.seed) for at, request in enumerate(arguments[0])], done=True)
+            if kind == "generate"
+            else None
             for _, (_, kind, arguments) in calls
         ]
 
@@ -118,3 +120,59 @@ def test_a_lost_rank_is_not_an_engine():
     with pytest.raises(WorkerDiedError) as raised:
         generate(engines)
     assert raised.value.roles == {"rank 1"}
+
+
+class Slicing(Engine):
+    """Answers one request a slice, the last one first; `go_on` is answered once there is nothing left as well."""
+
+    def __init__(self, dies_at: set[tuple[str, int]] = frozenset()) -> None:  # type: ignore[assignment]
+        super().__init__(dies_at)
+        self.go_on = SimpleNamespace(remote=lambda slice_s: self._call("go_on", slice_s))
+        self.left: list[tuple[int, int]] = []
+
+    def answer(self, kind: str, arguments: Any) -> Sampled:
+        if kind == "generate":
+            self.left = [(at, request.seed) for at, request in enumerate(arguments[0])]
+        return Sampled([self.left.pop()] if self.left else [], done=not self.left)
+
+
+class InOrder(FakeSupervisor):
+    """Has each engine work off its calls when it is asked for the answers, as an actor does."""
+
+    def gather(self, calls: list[tuple[str, Any]], _timeout_s: float, what: str) -> list[Any]:
+        dead = [role for role, (engine, *_) in calls if engine is None]
+        if dead:
+            raise WorkerDiedError(f"{what}: {', '.join(dead)} died.").of(dead)
+        return [None if kind == "update" else engine.answer(kind, arguments) for _, (engine, kind, arguments) in calls]
+
+
+def test_who_wants_to_know_is_told_while_others_are_sampled():
+    engines = group(Slicing(), Slicing())
+    engines._supervisor = InOrder()  # type: ignore[assignment]
+    told: list[dict[int, Any]] = []
+    requests = [Request([1], seed) for seed in range(10, 15)]
+    answers = engines.generate(requests, version=7, max_tokens=4, temperature=1.0, finished=told.append)
+    assert answers == [10, 11, 12, 13, 14]
+    assert told == [{2: 12}, {4: 14}, {1: 11}, {3: 13}, {0: 10}], "shares of three and two, the last of each first"
+    first, second = engines.actors
+    # Each is asked to go on before its answer is looked at: once more than it takes.
+    assert [kind for kind, _ in first.calls] == ["generate", "go_on", "go_on", "go_on"]
+    assert [kind for kind, _ in second.calls] == ["generate", "go_on", "go_on"]
+
+
+def test_an_engine_that_dies_between_two_slices_is_replaced_and_the_rollout_redone():
+    class Recovery(FakeRecovery):
+        def replace(self, actors: list[Any], lost: list[int], error: WorkerDiedError) -> None:
+            super().replace(actors, lost, error)
+            for index in lost:
+                actors[index] = Slicing()
+
+    engines = group(Slicing({("go_on", 0)}), Slicing(), recovery=Recovery())
+    engines._supervisor = InOrder()  # type: ignore[assignment]
+    told: list[int] = []
+    requests = [Request([1], seed) for seed in range(6)]
+    answers = engines.generate(
+        requests, version=7, max_tokens=4, temperature=1.0, finished=lambda new: told.extend(new)
+    )
+    assert answers == [0, 1, 2, 3, 4, 5]
+    assert told[:2] == [2, 5] and sorted(told[2:]) == [0, 1, 2, 3, 4, 5]

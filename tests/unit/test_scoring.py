@@ -32,6 +32,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         os.kill(os.getpid(), signal.SIGKILL)
     if solution_str == "pid":
         return os.getpid()
+    if ground_truth and ground_truth.startswith("/"):
+        with open(ground_truth, "a") as calls:
+            calls.write(solution_str)
     return {"score": len(solution_str), "right": solution_str == ground_truth, "note": "text"}
 
 async def together(data_source, solution_str, ground_truth, extra_info=None):
@@ -83,6 +86,42 @@ def test_a_response_has_a_limit_of_its_own(source: RewardFunctionConfig, num_wor
     scorer = scorer_of(source, on_error="zero", timeout_s=0.3, num_workers=num_workers)
     assert scorer.score(questions("hang", "abc"), lambda: None) == [0.0, 3.0]
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    scorer.close()
+
+
+def test_what_was_begun_is_scored_once(source: RewardFunctionConfig, tmp_path: Path):
+    calls = tmp_path / "calls"
+
+    def asked() -> list[Question]:
+        return [Question("source", text, str(calls), {}) for text in "abcde"]
+
+    scorer, batch = scorer_of(source, num_workers=1), asked()
+    scorer.begin({3: batch[3], 1: batch[1]})
+    scorer.begin({4: batch[4]})
+    assert scorer.score(batch, lambda: None) == [1.0] * 5
+    assert sorted(calls.read_text()) == list("abcde")
+    # A step that was broken off leaves what it began behind; the same texts may have other right answers now.
+    scorer.begin({0: batch[0]})
+    assert scorer.score(asked(), lambda: None) == [1.0] * 5
+    assert calls.read_text().count("a") == 3
+    assert scorer.take_metrics() == {"right/mean": 0.0}
+    scorer.close()
+
+
+def test_without_a_pool_nothing_is_begun(source: RewardFunctionConfig, tmp_path: Path):
+    calls = tmp_path / "calls"
+    scorer = scorer_of(source)
+    assert not scorer.in_background
+    scorer.begin({0: Question("source", "a", str(calls), {})})
+    assert not calls.exists()
+
+
+def test_a_worker_that_dies_over_what_was_begun_ends_the_attempt(source: RewardFunctionConfig):
+    scorer = scorer_of(source, num_workers=1)
+    batch = questions("die", "abc")
+    scorer.begin({0: batch[0]})
+    with pytest.raises(WorkerDiedError, match="scores responses died"):
+        scorer.score(batch, lambda: None)
     scorer.close()
 
 
