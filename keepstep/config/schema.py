@@ -188,8 +188,8 @@ class RolloutConfig(Section):
     """Responses per prompt: GRPO's group size."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probs and loss use the same."""
-    tensor_model_parallel_size: Literal[1] = 1
-    """GPUs per engine."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """GPUs over which each engine divides the model; on CPU these are processes."""
     num_engines: PositiveInt = 1
     """Engines that share each batch; whatever their number, every response has its own seed."""
     stop: list[str] = []

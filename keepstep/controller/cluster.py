@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from keepstep.actor.environment import rank_environment
 from keepstep.attempts import Attempt
 from keepstep.config.schema import RunConfig
+from keepstep.controller.placement import Placement
 from keepstep.controller.workers import EngineWorker, RankWorker, Worker, WriterWorker
 from keepstep.errors import NoProgressError
 from keepstep.processes import ProcessRef, descendants
@@ -54,9 +55,20 @@ class Cluster:
         self._temp_dir = temp_dir(run, attempt.number)
         self._node_of: dict[str, str] = {}
         self._environment: dict[str, str] = {}
+        self._placement: Placement | None = None
+        """None: Ray finds an engine its GPU, as it does a rank."""
 
     def start(self) -> None:
-        """Connect to Ray, starting a local one unless a cluster is given."""
+        """Connect to Ray, starting a local one unless a cluster is given, and have the GPUs that belong together.
+
+        Raises:
+            NoProgressError: Ray does not start, or does not have them in time.
+        """
+        self._connect()
+        if self._device == "cuda" and self._config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1:
+            self._placement = Placement.reserve(self._config, self._attempt.check)
+
+    def _connect(self) -> None:
         for number in self._run.attempt_numbers():
             if number < self._attempt.number:
                 shutil.rmtree(temp_dir(self._run, number), ignore_errors=True)
@@ -77,12 +89,14 @@ class Cluster:
 
     def _start_local(self) -> None:
         rollout = self._config.actor_rollout_ref.rollout
+        num_workers = rollout.num_engines * rollout.tensor_model_parallel_size
         ray.init(
             address="local",
             include_dashboard=False,
             _temp_dir=str(self._temp_dir),
-            # A logical count: each role asks for one, whatever the machine has.
-            num_cpus=(self._config.world_size + rollout.num_engines) * (2 if self._config.recovery.warm_spare else 1),
+            # A logical count: each rank and each worker of an engine asks for one, whatever the machine has.
+            num_cpus=(max(self._config.world_size, num_workers) + num_workers)
+            * (2 if self._config.recovery.warm_spare else 1),
             object_store_memory=self._config.ray.object_store_bytes,
             log_to_driver=False,
             # Every actor needs an environment of its own, so workers started in advance would never be used.
@@ -91,13 +105,18 @@ class Cluster:
 
     def rank(self) -> Any:
         """A process for a rank, to be built."""
-        return self._actor(RankWorker, rank_environment(self._device), gpus=RANK_GPU_SHARE).remote()
+        options = {} if self._placement is None else self._placement.rank_options()
+        return self._actor(RankWorker, rank_environment(self._device), gpus=RANK_GPU_SHARE, **options).remote()
 
     def engine(self, index: int) -> Any:
         """A process for engine `index`, to be built."""
         rollout = self._config.actor_rollout_ref.rollout
         environment = engine_environment(rollout, self._device, index)
-        return self._actor(EngineWorker, environment, gpus=ENGINE_GPU_SHARE).remote(rollout, self._device)
+        options: dict[str, Any] = {"num_cpus": rollout.tensor_model_parallel_size}
+        if self._placement is not None:
+            options |= self._placement.engine_options(index)
+            environment |= self._placement.engine_environment(index)
+        return self._actor(EngineWorker, environment, gpus=ENGINE_GPU_SHARE, **options).remote(rollout, self._device)
 
     def writer(self, node_id: str) -> Any:
         """A writer on this node. It asks for no core of its own: it works behind the others."""
@@ -110,11 +129,16 @@ class Cluster:
         return ray.get_runtime_context().get_node_id()
 
     def record(self, role: str, rank: int | None, identity: dict[str, Any]) -> None:
-        """Put an actor's process into the attempt's record. The last one recorded stands in this place."""
+        """Put an actor's process into the attempt's record, and the workers of an engine with it.
+
+        The last one recorded stands in this place.
+        """
         if role != "spare":
             # A spare that is taken away costs nothing.
             self._node_of[f"{role} {rank}"] = identity["node_id"]
         self._attempt.add_remote(ProcessRef(role, identity["pid"], identity["start_time"], identity["host"], rank))
+        for pid, started in identity.get("workers", []):
+            self._attempt.add_remote(ProcessRef("engine-worker", pid, started, identity["host"], rank))
 
     def by_node(self) -> dict[str, list[str]]:
         """What of this attempt runs on which node: `rank 1`, `engine 0`, `controller`. From any thread."""

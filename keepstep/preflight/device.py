@@ -29,7 +29,16 @@ def check_device(config: RunConfig) -> None:
     Raises:
         ConfigError: no driver is here, or the device does not take a setting.
     """
-    if resolve_device(config.trainer.device) == "cuda" and config.recovery.warm_spare:
+    if resolve_device(config.trainer.device) == "cpu":
+        return
+    size, there = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+    if there % size:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide trainer.n_gpus_per_node="
+            f"{there}: the GPUs of an engine are of one node, beside ranks.",
+            f"Give a divisor of {there}.",
+        )
+    if config.recovery.warm_spare:
         raise ConfigError(
             "recovery.warm_spare=true keeps no spare for a GPU: it would need memory of the one that it stands for.",
             "Leave it out, or train with trainer.device=cpu.",

@@ -16,6 +16,7 @@ from keepstep.quickstart.make import PREFIX, made_path
 from keepstep.run import RunDir
 
 KEY = "actor_rollout_ref.model.path"
+TENSOR_PARALLEL_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 IDENTITY_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".safetensors")
 Files = dict[str, dict[str, Any]]
 """{"size", "digest"} by name, of the files that make the model."""
@@ -62,6 +63,23 @@ def check_model(name: str, folder: Path, used: str = "") -> None:
         raise ConfigError(f"{KEY}: {folder} has no *.safetensors.", "Convert its weights to safetensors.")
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ConfigError(f"{KEY}: {folder} has no tokenizer.", "Save its tokenizer into the same folder.")
+
+
+def check_tensor_parallel(size: int, folder: Path) -> None:
+    """Raise `ConfigError` unless an engine can divide the model of `folder` over `size` workers."""
+    config = json.loads((folder / "config.json").read_bytes())
+    config = config.get("text_config", config)
+    found = {name: config.get(name) or size for name in ("num_attention_heads", "intermediate_size")}
+    problems = [f"{name} {value}" for name, value in found.items() if value % size]
+    shared = config.get("num_key_value_heads") or size
+    # Fewer of these than workers are repeated.
+    if shared % size and size % shared:
+        problems.append(f"num_key_value_heads {shared}")
+    if problems:
+        raise ConfigError(
+            f"{TENSOR_PARALLEL_KEY}={size} does not divide the model of {folder}: {', '.join(problems)}.",
+            "Give a number that divides them, as 1 does.",
+        )
 
 
 def refuse_checkpoint(folder: Path, run: RunDir) -> None:

@@ -34,6 +34,7 @@ from keepstep.preflight.folder import check_foreign, check_room, existing_parent
 from keepstep.preflight.model import (
     Files,
     check_model,
+    check_tensor_parallel,
     differing_files,
     fingerprint,
     fingerprint_of,
@@ -294,6 +295,7 @@ def check_run_model(config: RunConfig, run: RunDir, existing: Record | None) -> 
         make_model(name, run)
     refuse_checkpoint(folder, run)
     check_model(name, folder, existing["contract"].get("actor_rollout_ref.model.path", "") if existing else "")
+    check_tensor_parallel(config.actor_rollout_ref.rollout.tensor_model_parallel_size, folder)
     return model_files(folder)
 
 

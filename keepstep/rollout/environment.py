@@ -28,7 +28,8 @@ def engine_environment(config: RolloutConfig, device: str, index: int) -> dict[s
         # Two OpenMP threads next to another busy process are many times slower than one, and results would
         # depend on the batch.
         "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
+        # vLLM would give every worker process a NUMA node of its own, and ends where there are fewer.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Otherwise the first generate compiles sampler helpers for seconds, in spite of eager mode.
         "TORCH_COMPILE_DISABLE": "1",
     }

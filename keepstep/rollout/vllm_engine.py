@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import time
 from typing import Any
 
@@ -9,18 +11,26 @@ from vllm import LLM, SamplingParams
 
 from keepstep.config.schema import RolloutConfig
 from keepstep.errors import StaleWeightsError
-from keepstep.rollout import weight_transfer
+from keepstep.processes import start_time
+from keepstep.rollout import parallel, weight_transfer
 from keepstep.rollout.types import Request, Response, Sampled
 
 CPU_BLOCK_SIZE = 32
 """Tokens of a block of the KV cache; vLLM's CPU kernels take multiples of this."""
+PARALLEL_WORKER = "keepstep.rollout.parallel_worker.ParallelWorker"
 
 
 class VllmEngine:
-    """One in-process vLLM engine. It starts with dummy weights and samples only after `update_weights`."""
+    """One vLLM engine: in this process, or with tensor parallelism over worker processes below it.
+
+    It starts with dummy weights and samples only after `update_weights`.
+    """
 
     def __init__(self, model_dir: str, config: RolloutConfig, *, max_model_len: int, device: str) -> None:
         weight_transfer.register()
+        num_workers = config.tensor_model_parallel_size
+        self._shared = weight_transfer.SharedParts() if num_workers > 1 else None
+        watch = parallel.WorkerWatch() if num_workers > 1 else None
         self._version: int | None = None
         self._stop = config.stop
         self._ids: list[str] = []
@@ -28,6 +38,10 @@ class VllmEngine:
         """vLLM's names of the requests at work; its own count gives them numbers in a row."""
         self._llm = LLM(
             model=model_dir,
+            tensor_parallel_size=num_workers,
+            # Left to itself, vLLM inside of a Ray actor starts actors of its own.
+            distributed_executor_backend="mp" if num_workers > 1 else None,
+            worker_extension_cls=PARALLEL_WORKER if num_workers > 1 else "",
             load_format="dummy",
             dtype=config.dtype,
             enforce_eager=device == "cpu",
@@ -37,6 +51,8 @@ class VllmEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(2048, max_model_len),
             gpu_memory_utilization=config.gpu_memory_utilization,
+            # Each worker holds the keys and values of its own heads.
+            kv_cache_memory_bytes=config.kv_cache_gib * 2**30 // num_workers if device == "cpu" else None,
             enable_prefix_caching=config.enable_prefix_caching,
             # A CPU's own default, 128, is longer than most prompts: none would fill a block that can be shared.
             block_size=CPU_BLOCK_SIZE if device == "cpu" else None,
@@ -47,13 +63,22 @@ class VllmEngine:
             weight_transfer_config={"backend": weight_transfer.BACKEND},
         )
         self._llm.init_weight_transfer_engine({"init_info": {}})
+        if watch is not None:
+            parallel.forget_names([os.getpid(), *(pid for pid, _ in self.workers())])
+            watch.up()
+
+    def workers(self) -> list[tuple[int, int]]:
+        """Process id and start time of each worker process."""
+        found = [(child.pid, start_time(child.pid)) for child in multiprocessing.active_children() if child.pid]
+        return [(pid, started) for pid, started in found if started is not None]
 
     def update_weights(self, weights: dict[str, Any], version: int) -> None:
         """Load full, unsharded tensors by parameter name; `version` is the global step they belong to."""
         self._version = None
         self._drop_unfinished()
         self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": {"weights": weights}})
+        for info in self._shared.of(weights) if self._shared is not None else [{"weights": weights}]:
+            self._llm.update_weights({"update_info": info})
         self._llm.finish_weight_update(weight_version=str(version))
         self._version = version
 

@@ -1,10 +1,14 @@
 """vLLM weight-transfer backend that takes host arrays, for engines that share no GPU fabric with the trainer.
 
 The lifecycle is vLLM's own: start_weight_update, update_weights, finish_weight_update, with its layerwise reload.
+The worker processes of a tensor-parallel engine map one memory that the engine's process fills part by part, and take
+what is theirs of each tensor.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +23,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from keepstep.actor.host_buffer import HostBuffer, SharedMemory, Slot, view
+
 BACKEND = "host"
+PART_BYTES = 256 * 2**20
+"""Of the weights, what lies in shared memory at a time; a tensor above it lies there alone."""
 
 
 @dataclass
@@ -29,8 +37,10 @@ class HostInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class HostUpdateInfo(WeightTransferUpdateInfo):
-    weights: dict[str, np.ndarray]
-    """Checkpoint-format tensors by parameter name."""
+    weights: dict[str, np.ndarray] | dict[str, Slot]
+    """Checkpoint-format tensors by parameter name (in shared form: where each lies in `memory`)."""
+    memory: SharedMemory | None = None
+    """Shared form: of the engine's process. None: the arrays are here."""
 
 
 class HostWeightTransfer(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
@@ -50,8 +60,13 @@ class HostWeightTransfer(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
             torch.cuda.synchronize()
 
     def receive_weights(self, update_info: HostUpdateInfo) -> None:
-        # torch.tensor copies: arrays out of a shared object store are read-only.
-        self.model.load_weights((name, torch.tensor(array)) for name, array in update_info.weights.items())  # type: ignore[operator]
+        arrays: dict[str, Any] = update_info.weights
+        if update_info.memory is not None:
+            memory = update_info.memory.open()
+            arrays = {name: view(memory, slot) for name, slot in arrays.items()}
+        # torch.tensor copies: arrays out of a shared object store are read-only, and shared memory is filled anew while
+        # layers still wait for the rest of their weights.
+        self.model.load_weights((name, torch.tensor(array)) for name, array in arrays.items())  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -66,6 +81,34 @@ class HostWeightTransfer(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
 
     def shutdown(self) -> None:
         pass
+
+
+def parts(weights: dict[str, np.ndarray], max_bytes: int) -> Iterator[dict[str, np.ndarray]]:
+    """`weights` in order, cut where the next tensor would exceed `max_bytes`. Pure."""
+    part: dict[str, np.ndarray] = {}
+    for name, array in weights.items():
+        if part and sum(other.nbytes for other in part.values()) + array.nbytes > max_bytes:
+            yield part
+            part = {}
+        part[name] = array
+    if part:
+        yield part
+
+
+class SharedParts:
+    """Weights for processes on this host, part by part in one memory."""
+
+    def __init__(self) -> None:
+        self._buffer = HostBuffer(pinned=False)
+
+    def of(self, weights: dict[str, np.ndarray]) -> Iterator[dict[str, Any]]:
+        """Fields of a `HostUpdateInfo` per part. Each is to be received before the next is asked for."""
+        for part in parts(weights, PART_BYTES):
+            with warnings.catch_warnings():
+                # That the arrays are read-only: they are only read.
+                warnings.simplefilter("ignore", UserWarning)
+                slots = self._buffer.fill({name: torch.from_numpy(array) for name, array in part.items()})
+            yield {"weights": slots, "memory": self._buffer.shared()}
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""The vLLM engine against transformers, after real weight updates: tied and untied heads, two temperatures."""
+"""The vLLM engine against transformers, after real weight updates: heads, temperatures, one process and two."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from transformers import AutoModelForCausalLM
 from keepstep.config.schema import RolloutConfig
 from keepstep.errors import StaleWeightsError
 from keepstep.quickstart.char_qwen3 import build_model, build_tokenizer
+from keepstep.rollout import weight_transfer
 from keepstep.rollout.types import Request
 from keepstep.rollout.vllm_engine import VllmEngine
 
-folder, tied, temperature = sys.argv[1], sys.argv[2] == "tied", float(sys.argv[3])
+folder, tied, temperature, size = sys.argv[1], sys.argv[2] == "tied", float(sys.argv[3]), int(sys.argv[4])
+# Most tensors of a layer are above it: they come alone.
+weight_transfer.PART_BYTES = 100_000
 torch.manual_seed(0)
 tokenizer = build_tokenizer()
 model = build_model(tokenizer)
@@ -38,7 +41,8 @@ tokenizer.save_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 names = dict(model.named_parameters()).keys()
 stop = [] if tied else ["3"]
-engine = VllmEngine(folder, RolloutConfig(stop=stop), max_model_len=112, device="cpu")
+config = RolloutConfig(stop=stop, tensor_model_parallel_size=size)
+engine = VllmEngine(folder, config, max_model_len=112, device="cpu")
 requests = [Request(tokenizer.encode(f"{a}+{b}="), 1000 * a + b) for a in range(4) for b in range(4)]
 # Longer than a block of the cache, so that the samples of a group share their prompt.
 requests += [Request(tokenizer.encode(f"{a}+{a}=" * 20), 7 * a + sample) for a in (5, 6) for sample in range(4)]
@@ -103,11 +107,14 @@ print("REPORT " + json.dumps(report))
 """
 
 
-@pytest.mark.parametrize(("head", "temperature"), [("tied", 1.0), ("untied", 0.7)])
-def test_engine_samples_from_the_weights_it_was_given(tmp_path: Path, head: str, temperature: float):
-    """C109: no rollout without confirmed weights; after an update every log-prob is the trainer's, the head's too."""
+@pytest.mark.parametrize(("head", "temperature", "size"), [("tied", 1.0, 1), ("untied", 0.7, 1), ("tied", 0.7, 2)])
+def test_engine_samples_from_the_weights_it_was_given(tmp_path: Path, head: str, temperature: float, size: int):
+    """C109: no rollout without confirmed weights; after an update every log-prob is the trainer's, the head's too.
+
+    Tensor parallel as well: each worker has its part of every tensor, of a head that is tied also.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "model"), head, str(temperature)],
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "model"), head, str(temperature), str(size)],
         capture_output=True, text=True, timeout=300, env=os.environ | engine_environment(RolloutConfig(), "cpu", 0),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

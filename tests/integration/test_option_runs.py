@@ -26,6 +26,7 @@ CASES = {
         f"{A}.filter_groups.enable=true", f"{ACTOR}.ppo_epochs=2", f"{ROLLOUT}.num_engines=2",
         f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio=0.02",
     ],
+    "tensor_parallel": [f"{ROLLOUT}.tensor_model_parallel_size=2"],
     "packed": [
         f"{MODEL}.use_remove_padding=true", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1024",
         f"{A}.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=false", f"{ACTOR}.entropy_coeff=0.001",

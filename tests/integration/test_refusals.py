@@ -56,7 +56,7 @@ def train(output: Path, *overrides: str, **environment: str) -> subprocess.Compl
         (["trainer.save_frq=5"], 2, ["trainer.save_frq", "trainer.save_freq"]),
         (["trainer.save_freq=0"], 2, ["trainer.save_freq"]),
         (["algorithm.adv_estimator=gae"], 2, ["algorithm.adv_estimator", "grpo", "gae"]),
-        (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], 2, ["tensor_model_parallel_size", "2"]),
+        (["actor_rollout_ref.rollout.tensor_model_parallel_size=3"], 2, ["tensor_model_parallel_size=3", "heads 4"]),
         (["actor_rollout_ref.actor.ppo_mini_batch_size=48"], 2, ["data.train_batch_size", "64", "48"]),
         (["data.train_files=/nowhere/train.parquet"], 4, ["/nowhere/train.parquet", "does not exist"]),
         (["data.train_files=/nowhere/*.parquet"], 4, ["/nowhere/*.parquet"]),

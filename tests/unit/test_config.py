@@ -162,7 +162,7 @@ def test_every_bad_value_is_named_at_once() -> None:
         None,
         "trainer.save_freq=ten",
         "algorithm.adv_estimator=gae",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=0",
         "actor_rollout_ref.actor.fsdp_config.param_offload=true",
         "actor_rollout_ref.rollout.temperature=0",
         "actor_rollout_ref.actor.optim.lr=nan",
@@ -172,7 +172,7 @@ def test_every_bad_value_is_named_at_once() -> None:
     for part in (
         "trainer.save_freq='ten'",
         "algorithm.adv_estimator='gae': Input should be 'grpo', 'dr_grpo', 'rloo' or 'grpo_passk'",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2: Input should be 1",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=0: Input should be greater than 0",
         "actor_rollout_ref.actor.fsdp_config.param_offload=True",
         "actor_rollout_ref.rollout.temperature=0: Input should be greater than 0",
         "actor_rollout_ref.actor.optim.lr='nan': Input should be a finite number",

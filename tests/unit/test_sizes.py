@@ -71,7 +71,8 @@ def test_memory_of_a_configuration(parameters: dict[str, int], name: str):
     count, ranks = parameters[model_of(config)], config.world_size
     cells = rows(f"`{name}`")[0]
     assert cells.split(" | ")[0] == str(ranks)
-    expected = [16 * count / ranks, 4 * count / ranks, 2 * count, 12 * count / config.trainer.nnodes]
+    engine = 2 * count / config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    expected = [16 * count / ranks, 4 * count / ranks, engine, 12 * count / config.trainer.nnodes]
     assert gigabytes(cells) == [round(value / GB, 2) for value in expected]
 
 
