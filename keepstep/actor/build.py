@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from keepstep.actor.forward import ATTENTION, register_attention
 from keepstep.actor.lora import add_adapters
@@ -15,17 +15,26 @@ from keepstep.errors import ConfigError
 
 
 def build_model(
-    model_dir: str, model: ModelConfig, fsdp: FsdpConfig, device: str, world_size: int, packed: bool
+    model_dir: str,
+    model: ModelConfig,
+    fsdp: FsdpConfig,
+    device: str,
+    world_size: int,
+    *,
+    packed: bool,
+    offloaded: bool = False,
 ) -> torch.nn.Module:
-    """The causal language model of a Hugging Face folder under FSDP2, its parameters on `device` and without values.
+    """The causal language model of a Hugging Face folder under FSDP2, computing on `device`, its parameters without
+    values.
 
     Collective over the default process group.
 
     Args:
         packed: it will see packed sequences.
+        offloaded: its parameters, and with them gradients and moments, are in host memory.
 
     Raises:
-        ConfigError: its attention cannot be had for them.
+        ConfigError: its attention cannot be had for packed sequences.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -44,14 +53,14 @@ def build_model(
         if fsdp.model_dtype == "bf16"
         else MixedPrecisionPolicy()
     )
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if offloaded else OffloadPolicy()
     mesh = init_device_mesh(device, (world_size,))
-    for layer in found.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(found, mesh=mesh, mp_policy=policy)
-    found.to_empty(device=device)
+    for part in (*found.model.layers, found):
+        fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    found.to_empty(device="cpu" if offloaded else device)
     # Moved apart by `to_empty`, which knows of no ties.
     found.tie_weights()
-    _fill_buffers(found)
+    _fill_buffers(found, device)
     return found.train()
 
 
@@ -78,8 +87,13 @@ def _without_dropout(config: Any) -> None:
             setattr(config, name, 0.0)
 
 
-def _fill_buffers(model: torch.nn.Module) -> None:
-    """What no checkpoint holds, the frequencies of rotary embeddings above all: transformers knows how it is made."""
+def _fill_buffers(model: torch.nn.Module, device: str) -> None:
+    """What no checkpoint holds, the frequencies of rotary embeddings above all: transformers knows how it is made.
+
+    FSDP moves parameters alone: buffers are on the device that computes.
+    """
     for module in model.modules():
-        if next(module.buffers(recurse=False), None) is not None:
+        if buffers := dict(module.named_buffers(recurse=False)):
             model._init_weights(module)  # type: ignore[operator]
+            for name, value in buffers.items():
+                setattr(module, name, value.to(device))

@@ -60,6 +60,14 @@ class RankSpec:
         return "grouped" if self.actor.use_prefix_grouper else "packed" if self.model.use_remove_padding else "padded"
 
     @property
+    def backend(self) -> str:
+        """Of the process group: what is in host memory has collectives of its own."""
+        if self.device == "cpu":
+            return "gloo"
+        offloaded = self.actor.fsdp_config.param_offload or self.ref.fsdp_config.param_offload
+        return "cpu:gloo,cuda:nccl" if offloaded else "nccl"
+
+    @property
     def objective(self) -> Objective:
         return Objective(self.actor, self.correction, self.max_response_length)
 
@@ -107,16 +115,17 @@ class Rank:
             torch.cuda.set_device(0)
         # The backends' own time-outs are half an hour: a hung rank would be noticed far too late.
         dist.init_process_group(
-            "nccl" if spec.device == "cuda" else "gloo",
+            spec.backend,
             store=store,
             rank=spec.rank,
             world_size=spec.world_size,
             timeout=timeout,
         )
-        self.model = self._build()
+        self.model = self._build(spec.actor.fsdp_config.param_offload)
         # Without its adapters the policy is the reference.
         apart = spec.needs_reference and not spec.model.lora_rank
-        self.reference = self._build().requires_grad_(False).eval() if apart else None
+        reference = self._build(spec.ref.fsdp_config.param_offload) if apart else None
+        self.reference = reference.requires_grad_(False).eval() if reference else None
         optim = spec.actor.optim
         self.optimizer = torch.optim.AdamW(
             shards.trained(self.model).values(),
@@ -286,10 +295,12 @@ class Rank:
         shards.check_names(params, source.names())
         source.fill(params, self.spec.rank, self.spec.world_size)
 
-    def _build(self) -> torch.nn.Module:
-        spec = self.spec
-        packed = spec.layout != "padded"
-        return build_model(spec.model_dir, spec.model, spec.actor.fsdp_config, spec.device, spec.world_size, packed)
+    def _build(self, offloaded: bool) -> torch.nn.Module:
+        spec, packed = self.spec, self.spec.layout != "padded"
+        return build_model(
+            spec.model_dir, spec.model, spec.actor.fsdp_config, spec.device, spec.world_size,
+            packed=packed, offloaded=offloaded,
+        )  # fmt: skip
 
     def _lr_factor(self, update: int) -> float:
         optim = self.spec.actor.optim

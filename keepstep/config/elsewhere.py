@@ -17,6 +17,14 @@ _SETTINGS: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref\.model\.(use_fused_kernels|use_liger|enable_activation_offload)",
         _STATE_DICT,
     ),
+    (
+        r"actor_rollout_ref\.(actor|ref)\.fsdp_config\.offload_policy",
+        "it is FSDP2's own policy that fsdp_config.param_offload=true turns on; leave it out",
+    ),
+    (
+        r"actor_rollout_ref\.ref\.fsdp_config\.optimizer_offload",
+        "the reference is frozen and has no optimizer; leave it out",
+    ),
     (r"actor_rollout_ref\.model\.lora_.*", "adapters have lora_rank, lora_alpha and target_modules here; leave it out"),
     (
         r"actor_rollout_ref\.rollout\.(mode|free_cache_engine|enforce_eager|load_format)",

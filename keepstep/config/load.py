@@ -110,7 +110,12 @@ def validate(config: RunConfig) -> list[str]:
     Raises:
         ConfigError: settings that contradict each other, all of them, each with both values and the way out.
     """
-    problems = [*_check_batches(config), *_check_algorithm(config), *_check_frequencies(config)]
+    problems = [
+        *_check_batches(config),
+        *_check_algorithm(config),
+        *_check_frequencies(config),
+        *_check_offload(config),
+    ]
     if "@" in (config.s3.endpoint_url or ""):
         # Without its value, which is the secret, and which config.yaml and the log would keep.
         problems.append("s3.endpoint_url carries credentials: give them to AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
@@ -195,6 +200,16 @@ def _check_frequencies(config: RunConfig) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.ref.refresh_freq={ref.refresh_freq}, but with actor_rollout_ref.model.lora_rank="
             f"{model.lora_rank} the reference is the base model: leave one of them out"
+        )
+
+
+def _check_offload(config: RunConfig) -> Iterator[str]:
+    fsdp, key = config.actor_rollout_ref.actor.fsdp_config, "actor_rollout_ref.actor.fsdp_config"
+    if fsdp.optimizer_offload not in (None, fsdp.param_offload):
+        yield (
+            f"{key}.optimizer_offload={str(fsdp.optimizer_offload).lower()}, but {key}.param_offload="
+            f"{str(fsdp.param_offload).lower()}: FSDP2 keeps AdamW's moments where the parameters are; leave the "
+            "former out, or give both the same value"
         )
 
 

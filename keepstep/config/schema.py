@@ -100,10 +100,17 @@ class OptimConfig(Section):
 
 
 class FsdpConfig(Section):
-    param_offload: Literal[False] = False
-    """Parameters stay on their device."""
+    param_offload: bool = False
+    """Parameters, gradients and AdamW's moments are in host memory, where updates are made; layers go to the GPU."""
+    optimizer_offload: bool | None = None
+    """The moments are where the parameters are: None, or the same as `param_offload`."""
     model_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of forward and backward; master weights and reductions are fp32 in either case."""
+
+
+class RefFsdpConfig(Section):
+    param_offload: bool = False
+    """The frozen reference is in host memory; each layer goes to the GPU for its own pass."""
 
 
 class PolicyLossConfig(Section):
@@ -158,6 +165,7 @@ class RefConfig(Section):
     """Tokens of one with `actor.use_dynamic_bsz`; None: as in the update."""
     refresh_freq: int = -1
     """Steps after which the policy of that moment becomes the reference; -1: it stays what the run began with."""
+    fsdp_config: RefFsdpConfig = RefFsdpConfig()
 
 
 class ModelConfig(Section):

@@ -82,6 +82,9 @@ ENGINEERING: dict[str, list[str]] = {
         f"{ACTOR}.use_prefix_grouper=true", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=24",
     ],
     "activations again": [f"{MODEL}.enable_gradient_checkpointing=true"],
+    "in host memory": [
+        f"{ACTOR}.fsdp_config.param_offload=true", "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+    ],
 }  # fmt: skip
 """How the same thing is worked out."""
 AT_ONCE = f"{ACTOR}.ppo_mini_batch_size=8"

@@ -36,13 +36,14 @@ def batch_of(step):
     batch = pack(prompts, responses, [[0.0] * len(r) for r in responses], pad_id=0)
     return batch.with_advantages(generator.normal(size=32))
 
-def build(rank, world_size, port, micro, model_dir=None):
+def build(rank, world_size, port, micro, model_dir=None, host=False):
     actor = ActorConfig(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=micro, kl_loss_coef=0.01,
+                        fsdp_config=dict(param_offload=host),
                         optim=dict(lr=1e-3, lr_warmup_steps=2, lr_scheduler_type="cosine"))
     found = Rank(RankSpec(rank, world_size, "cpu", model_dir or sys.argv[1], sys.argv[1],
                           ModelConfig(path="-"), actor,
-                          RefConfig(log_prob_micro_batch_size_per_gpu=64), 1.0, 6, 42, 120.0,
-                          RolloutCorrectionConfig(), 4, actor.use_kl_loss, True))
+                          RefConfig(log_prob_micro_batch_size_per_gpu=64, fsdp_config=dict(param_offload=host)), 1.0, 6,
+                          42, 120.0, RolloutCorrectionConfig(), 4, actor.use_kl_loss, True))
     found.connect("127.0.0.1", port)
     return found
 
@@ -61,7 +62,8 @@ def train(rank, steps):
     return lrs
 
 def work(index, world_size, ports, micro, out, layout):
-    rank = build(index, world_size, ports[0], micro)
+    host = "host" in out
+    rank = build(index, world_size, ports[0], micro, host=host)
     rank.load_initial(sys.argv[1])
     lrs = train(rank, range(3))
     # Taken in the middle, written at the end: what is trained in between must not show.
@@ -70,7 +72,7 @@ def work(index, world_size, ports, micro, out, layout):
     folder = save(index, world_size, ports[2], out, layout, middle, references)
     (final,) = gather((rank.snapshot(False),))
     dist.destroy_process_group()
-    resumed = build(index, world_size, ports[1], micro)
+    resumed = build(index, world_size, ports[1], micro, host=host)
     resumed.load_checkpoint(folder)
     resumed_lrs = train(resumed, range(3, 6))
     (again,) = gather((resumed.snapshot(False),))
@@ -302,7 +304,7 @@ if __name__ == "__main__":
     scenarios = [(sharded_step, 2, (free_port(),), (sys.argv[2] + "/ranks.pt",))]
     for name, world_size, micro, layout in (
         ("two", 2, 16, "full"), ("two-micro", 2, 2, "full"), ("one", 1, 32, "full"), ("sharded", 2, 16, "sharded"),
-        ("one-sharded", 1, 32, "sharded"),
+        ("one-sharded", 1, 32, "sharded"), ("two-host", 2, 16, "full"),
     ):
         ports = (free_port(), free_port(), free_port())
         scenarios.append((work, world_size, ports, (micro, f"{sys.argv[2]}/{name}.json", layout)))
@@ -380,7 +382,7 @@ def test_a_warm_start_of_another_model_is_refused_or_named(reports: dict[str, di
     assert "model.norm.weight" not in found["left_other"]
 
 
-@pytest.mark.parametrize("name", ["two", "two-micro", "one", "sharded", "one-sharded"])
+@pytest.mark.parametrize("name", ["two", "two-micro", "one", "sharded", "one-sharded", "two-host"])
 def test_restored_ranks_go_on_to_the_byte(reports: dict[str, dict], name: str):
     """C32, C101: weights, AdamW's moments and its step counter; three steps of two updates each, twice.
 
@@ -413,6 +415,11 @@ def test_world_size_and_micro_batches_change_only_roundings(reports: dict[str, d
     """The loss is a mean over the tokens of the whole mini-batch, whoever holds them in how many pieces."""
     for name in ("two-micro", "one"):
         assert reports[name]["values"] == pytest.approx(reports["two"]["values"], abs=2e-5)
+
+
+def test_host_memory_gives_the_same_bytes(reports: dict[str, dict]):
+    """FSDP2's off-loading policy, with collectives on what lies in host memory; gradients are clipped there too."""
+    assert reports["two-host"]["final"] == reports["two"]["final"]
 
 
 def test_layouts_hold_the_same_training(reports: dict[str, dict]):

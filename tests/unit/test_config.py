@@ -163,7 +163,7 @@ def test_every_bad_value_is_named_at_once() -> None:
         "trainer.save_freq=ten",
         "algorithm.adv_estimator=gae",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=0",
-        "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=gpu",
         "actor_rollout_ref.rollout.temperature=0",
         "actor_rollout_ref.actor.optim.lr=nan",
         "retry.delays_s=[1,soon]",
@@ -173,7 +173,7 @@ def test_every_bad_value_is_named_at_once() -> None:
         "trainer.save_freq='ten'",
         "algorithm.adv_estimator='gae': Input should be 'grpo', 'dr_grpo', 'rloo' or 'grpo_passk'",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=0: Input should be greater than 0",
-        "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+        "actor_rollout_ref.actor.fsdp_config.param_offload='gpu': Input should be a valid boolean",
         "actor_rollout_ref.rollout.temperature=0: Input should be greater than 0",
         "actor_rollout_ref.actor.optim.lr='nan': Input should be a finite number",
         "retry.delays_s='soon'",
@@ -283,6 +283,10 @@ def test_not_one_step() -> None:
         (
             ["actor_rollout_ref.ref.refresh_freq=5", "actor_rollout_ref.model.lora_rank=4"],
             ["refresh_freq=5", "lora_rank=4", "leave one of them out"],
+        ),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"],
+            ["optimizer_offload=true", "param_offload=false", "the same value"],
         ),
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], ["val_kwargs.n=4", "val_kwargs.temperature"]),
         (["s3.endpoint_url=http://localhost:9000"], ["s3.embedded=true", "s3.endpoint_url=http://localhost:9000"]),

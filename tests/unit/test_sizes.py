@@ -76,6 +76,13 @@ def test_memory_of_a_configuration(parameters: dict[str, int], name: str):
     assert gigabytes(cells) == [round(value / GB, 2) for value in expected]
 
 
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_memory_of_a_host_that_holds_the_parameters(parameters: dict[str, int], nodes: int):
+    (cells,) = rows(f"Qwen3-8B, {nodes} node" + "s" * (nodes > 1))
+    expected = [share * parameters["Qwen3-8B"] / nodes for share in (16 + 12, 4)]
+    assert gigabytes(cells) == [round(value / GB, 2) for value in expected]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_disk_and_traffic_of_a_configuration(parameters: dict[str, int], name: str):
     config = load(name)
