@@ -128,17 +128,20 @@ class Cluster:
         """The node of this process, where a run's folder is read back."""
         return ray.get_runtime_context().get_node_id()
 
-    def record(self, role: str, rank: int | None, identity: dict[str, Any]) -> None:
-        """Put an actor's process into the attempt's record, and the workers of an engine with it.
+    def record(self, role: str, rank: int | None, identity: dict[str, Any]) -> list[ProcessRef]:
+        """Put an actor's process into the attempt's record, and the workers of an engine with it; all of these.
 
         The last one recorded stands in this place.
         """
         if role != "spare":
             # A spare that is taken away costs nothing.
             self._node_of[f"{role} {rank}"] = identity["node_id"]
-        self._attempt.add_remote(ProcessRef(role, identity["pid"], identity["start_time"], identity["host"], rank))
-        for pid, started in identity.get("workers", []):
-            self._attempt.add_remote(ProcessRef("engine-worker", pid, started, identity["host"], rank))
+        host = identity["host"]
+        refs = [ProcessRef(role, identity["pid"], identity["start_time"], host, rank)]
+        refs += [ProcessRef(f"{role}-worker", pid, started, host, rank) for pid, started in identity.get("workers", [])]
+        for ref in refs:
+            self._attempt.add_remote(ref)
+        return refs
 
     def by_node(self) -> dict[str, list[str]]:
         """What of this attempt runs on which node: `rank 1`, `engine 0`, `controller`. From any thread."""

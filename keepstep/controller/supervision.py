@@ -42,6 +42,8 @@ class Watched:
 
     actor_id: str
     process: ProcessRef
+    workers: tuple[ProcessRef, ...] = ()
+    """Processes that it started, of a tensor-parallel engine."""
 
 
 class Supervisor:

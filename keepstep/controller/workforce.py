@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from keepstep.controller.cluster import Cluster
 from keepstep.controller.reporting import logger
 from keepstep.controller.supervision import Supervisor, Watched
-from keepstep.processes import ProcessRef, kill
+from keepstep.processes import kill
 
 Identity = dict[str, Any]
 
@@ -86,7 +86,8 @@ class Workforce:
         """End a worker, also one that hangs: Ray asks it to go, which a stopped process never hears."""
         watched = self._supervisor.watched.pop(role, None)
         ray.kill(actor)
-        kill([watched.process] if watched is not None else [])
+        # Its workers would go with it, but not one that is stopped.
+        kill([watched.process, *watched.workers] if watched is not None else [])
 
     def stand_by(self) -> None:
         """Start the missing spare processes: one for each rank, since all are replaced together, and engine."""
@@ -106,9 +107,8 @@ class Workforce:
         for role, identity, (actor, _) in zip(roles, identities, started, strict=True):
             del self._starting[role]
             kind, _, number = role.partition(" ")
-            self._cluster.record(kind, int(number), identity)
-            process = ProcessRef(kind, identity["pid"], identity["start_time"], identity["host"])
-            self._supervisor.watched[role] = Watched(actor._actor_id.hex(), process)
+            process, *workers = self._cluster.record(kind, int(number), identity)
+            self._supervisor.watched[role] = Watched(actor._actor_id.hex(), process, tuple(workers))
         return [actor for actor, _ in started], identities
 
     def _wait_for_spares(self, started: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The quickstart on one CUDA device: rank and engine share it. Run with `make test-gpu`."""
+"""The quickstart on CUDA devices, which ranks and engines share. Run with `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from tests.integration.driver import Driver
 pytestmark = pytest.mark.gpu
 
 OVERRIDES = [
-    "trainer.device=cuda", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=12", "trainer.save_freq=5",
+    "trainer.device=cuda", "trainer.total_training_steps=12", "trainer.save_freq=5",
     "trainer.test_freq=-1", "s3.embedded=false", "actor_rollout_ref.rollout.gpu_memory_utilization=0.2",
     "actor_rollout_ref.rollout.logprob_tolerance=0.05",
 ]  # fmt: skip
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_killed_run_on_a_gpu_ends_with_the_same_bytes(tmp_path: Path):
-    undisturbed, hit = (Driver(tmp_path / name, OVERRIDES, command="train") for name in ("undisturbed", "hit"))
+@pytest.mark.parametrize("num_gpus", [1, 2], ids=["one", "tensor parallel"])
+def test_killed_run_on_gpus_ends_with_the_same_bytes(tmp_path: Path, num_gpus: int):
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"fewer than {num_gpus} CUDA devices")
+    size = f"actor_rollout_ref.rollout.tensor_model_parallel_size={num_gpus}"
+    settings = [*OVERRIDES, f"trainer.n_gpus_per_node={num_gpus}", size]
+    undisturbed, hit = (Driver(tmp_path / name, settings, command="train") for name in ("undisturbed", "hit"))
     assert undisturbed.run_to_end(600) == 0, undisturbed.tail()
     hit.start()
     hit.wait_for_step(8, timeout_s=300)
