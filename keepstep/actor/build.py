@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from keepstep.actor.compiled import compile_layers
 from keepstep.actor.forward import ATTENTION, register_attention
 from keepstep.actor.lora import add_adapters
 from keepstep.config.schema import FsdpConfig, ModelConfig
@@ -22,6 +23,7 @@ def build_model(
     world_size: int,
     *,
     packed: bool,
+    compiled: bool = False,
     offloaded: bool = False,
 ) -> torch.nn.Module:
     """The causal language model of a Hugging Face folder under FSDP2, computing on `device`, its parameters without
@@ -31,6 +33,7 @@ def build_model(
 
     Args:
         packed: it will see packed sequences.
+        compiled: its layers run through torch.compile.
         offloaded: its parameters, and with them gradients and moments, are in host memory.
 
     Raises:
@@ -53,6 +56,8 @@ def build_model(
         if fsdp.model_dtype == "bf16"
         else MixedPrecisionPolicy()
     )
+    if compiled:
+        compile_layers(found.model.layers)
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if offloaded else OffloadPolicy()
     mesh = init_device_mesh(device, (world_size,))
     for part in (*found.model.layers, found):

@@ -296,10 +296,10 @@ class Rank:
         source.fill(params, self.spec.rank, self.spec.world_size)
 
     def _build(self, offloaded: bool) -> torch.nn.Module:
-        spec, packed = self.spec, self.spec.layout != "padded"
+        spec, packed, compiled = self.spec, self.spec.layout != "padded", self.spec.actor.use_torch_compile
         return build_model(
             spec.model_dir, spec.model, spec.actor.fsdp_config, spec.device, spec.world_size,
-            packed=packed, offloaded=offloaded,
+            packed=packed, compiled=compiled, offloaded=offloaded,
         )  # fmt: skip
 
     def _lr_factor(self, update: int) -> float:

@@ -25,6 +25,10 @@ _SETTINGS: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref\.ref\.fsdp_config\.optimizer_offload",
         "the reference is frozen and has no optimizer; leave it out",
     ),
+    (
+        r"actor_rollout_ref\.(ref|rollout)\.use_torch_compile",
+        "actor_rollout_ref.actor.use_torch_compile counts for policy and reference; leave it out",
+    ),
     (r"actor_rollout_ref\.model\.lora_.*", "adapters have lora_rank, lora_alpha and target_modules here; leave it out"),
     (
         r"actor_rollout_ref\.rollout\.(mode|free_cache_engine|enforce_eager|load_format)",

@@ -114,7 +114,7 @@ def validate(config: RunConfig) -> list[str]:
         *_check_batches(config),
         *_check_algorithm(config),
         *_check_frequencies(config),
-        *_check_offload(config),
+        *_check_ranks(config),
     ]
     if "@" in (config.s3.endpoint_url or ""):
         # Without its value, which is the secret, and which config.yaml and the log would keep.
@@ -203,13 +203,19 @@ def _check_frequencies(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _check_offload(config: RunConfig) -> Iterator[str]:
+def _check_ranks(config: RunConfig) -> Iterator[str]:
     fsdp, key = config.actor_rollout_ref.actor.fsdp_config, "actor_rollout_ref.actor.fsdp_config"
     if fsdp.optimizer_offload not in (None, fsdp.param_offload):
         yield (
             f"{key}.optimizer_offload={str(fsdp.optimizer_offload).lower()}, but {key}.param_offload="
             f"{str(fsdp.param_offload).lower()}: FSDP2 keeps AdamW's moments where the parameters are; leave the "
             "former out, or give both the same value"
+        )
+    lora_rank = config.actor_rollout_ref.model.lora_rank
+    if config.actor_rollout_ref.actor.use_torch_compile and lora_rank:
+        yield (
+            f"actor_rollout_ref.actor.use_torch_compile=true, but actor_rollout_ref.model.lora_rank={lora_rank}: "
+            "layers with adapters do not compile for sizes that the compiler cannot see; leave one of them out"
         )
 
 

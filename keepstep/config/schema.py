@@ -129,6 +129,8 @@ class ActorConfig(Section):
     """Their tokens, prompts included; at least those of the longest prompt with its response."""
     use_prefix_grouper: bool = False
     """Train on sequences without padding, each prompt once for all responses to it in a micro-batch."""
+    use_torch_compile: bool = False
+    """Compile the decoder layers of policy and reference; the first step waits for the compiler."""
     ppo_epochs: PositiveInt = 1
     """Passes over each rollout batch."""
     clip_ratio: PositiveFloat = 0.2

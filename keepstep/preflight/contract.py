@@ -63,6 +63,7 @@ FIELDS: dict[str, str] = {
     "actor_rollout_ref.actor.use_dynamic_bsz": CONFIRM,
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": CONFIRM,
     "actor_rollout_ref.actor.use_prefix_grouper": CONFIRM,
+    "actor_rollout_ref.actor.use_torch_compile": CONFIRM,
     "actor_rollout_ref.actor.ppo_epochs": FATAL,
     "actor_rollout_ref.actor.clip_ratio": FATAL,
     "actor_rollout_ref.actor.clip_ratio_low": FATAL,

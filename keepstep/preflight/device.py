@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from pathlib import Path
 
 from keepstep.config.schema import RunConfig
@@ -27,9 +30,12 @@ def check_device(config: RunConfig) -> None:
     """Whether the settings can be had on the device that they name.
 
     Raises:
-        ConfigError: no driver is here, or the device does not take a setting.
+        ConfigError: no driver is here, or the device does not take a setting, or what it needs is not installed.
     """
-    if resolve_device(config.trainer.device) == "cpu":
+    device = resolve_device(config.trainer.device)
+    if config.actor_rollout_ref.actor.use_torch_compile:
+        _check_compiler(device)
+    if device == "cpu":
         return
     size, there = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
     if there % size:
@@ -42,4 +48,22 @@ def check_device(config: RunConfig) -> None:
         raise ConfigError(
             "recovery.warm_spare=true keeps no spare for a GPU: it would need memory of the one that it stands for.",
             "Leave it out, or train with trainer.device=cpu.",
+        )
+
+
+def _check_compiler(device: str) -> None:
+    """torch.compile writes C++ on the CPU, and C that launches kernels on a GPU; both are compiled against Python."""
+    setting = "actor_rollout_ref.actor.use_torch_compile=true"
+    variable, usual = ("CXX", ("g++",)) if device == "cpu" else ("CC", ("gcc", "clang"))
+    names = (os.environ[variable],) if os.environ.get(variable) else usual
+    if not any(map(shutil.which, names)):
+        raise ConfigError(
+            f"{setting} needs a compiler on every node, and there is no {' or '.join(names)} here.",
+            f"Install it (Debian: apt-get install g++), name another in {variable}, or leave the setting out.",
+        )
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        raise ConfigError(
+            f"{setting} needs Python's headers on every node, and there is no {header} here.",
+            "Install them (Debian: apt-get install python3-dev, of this Python's version), or leave the setting out.",
         )

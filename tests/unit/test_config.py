@@ -288,6 +288,10 @@ def test_not_one_step() -> None:
             ["actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"],
             ["optimizer_offload=true", "param_offload=false", "the same value"],
         ),
+        (
+            ["actor_rollout_ref.actor.use_torch_compile=true", "actor_rollout_ref.model.lora_rank=4"],
+            ["use_torch_compile=true", "lora_rank=4", "leave one of them out"],
+        ),
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], ["val_kwargs.n=4", "val_kwargs.temperature"]),
         (["s3.endpoint_url=http://localhost:9000"], ["s3.embedded=true", "s3.endpoint_url=http://localhost:9000"]),
         (["trainer.save_freq=0", "data.train_batch_size=60"], ["trainer.save_freq=0", "data.train_batch_size=60"]),
