@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 OTHERS := build/against-others
 
-.PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes options unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 bench-train bench-learning smollm2 smollm2-proof chaos doctor-fixtures against-others help
+.PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes options compiled unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 bench-train bench-learning smollm2 smollm2-proof chaos doctor-fixtures against-others help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -54,6 +54,9 @@ exact: setup  ## all single kills and the choice of a retry, some twenty minutes
 
 options: setup  ## options of the algorithm through the real entry point: killed, each ends as its undisturbed run
 	$(BIN)/python -m pytest tests/integration/test_option_runs.py -m long $(ARGS)
+
+compiled: setup  ## torch.compile: sizes forwards and backwards, in all layouts
+	$(BIN)/python -m pytest tests/integration/test_compiled.py -m "long or not long" $(ARGS)
 
 unattended: setup  ## flow processes, workers and the whole platform killed; they come back by themselves
 	$(BIN)/python -m pytest tests/integration/test_unattended.py -m "long or not long" $(ARGS)
