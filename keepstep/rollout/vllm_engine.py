@@ -20,6 +20,13 @@ CPU_BLOCK_SIZE = 32
 PARALLEL_WORKER = "keepstep.rollout.parallel_worker.ParallelWorker"
 
 
+class OneUse(SamplingParams):
+    """Made for one request. vLLM copies what it is given, which takes as long as sampling a short answer."""
+
+    def clone(self) -> OneUse:
+        return self
+
+
 class VllmEngine:
     """One vLLM engine: in this process, or with tensor parallelism over worker processes below it.
 
@@ -33,6 +40,8 @@ class VllmEngine:
         watch = parallel.WorkerWatch() if num_workers > 1 else None
         self._version: int | None = None
         self._stop = config.stop
+        # Shorter ones fill no block, and to forget what was never shared takes a walk over all blocks.
+        self._shares_prompts = config.enable_prefix_caching and max_model_len > CPU_BLOCK_SIZE
         self._ids: list[str] = []
         self._first_id = 0
         """vLLM's names of the requests at work; its own count gives them numbers in a row."""
@@ -53,7 +62,7 @@ class VllmEngine:
             gpu_memory_utilization=config.gpu_memory_utilization,
             # Each worker holds the keys and values of its own heads.
             kv_cache_memory_bytes=config.kv_cache_gib * 2**30 // num_workers if device == "cpu" else None,
-            enable_prefix_caching=config.enable_prefix_caching,
+            enable_prefix_caching=self._shares_prompts,
             # A CPU's own default, 128, is longer than most prompts: none would fill a block that can be shared.
             block_size=CPU_BLOCK_SIZE if device == "cpu" else None,
             disable_log_stats=True,
@@ -98,10 +107,11 @@ class VllmEngine:
                 f"The engine holds weights of step {self._version}, asked to sample with {version}."
             )
         self._drop_unfinished()
-        # A rollout is a function of its requests: what earlier ones left would be there in some attempts only.
-        self._llm.reset_prefix_cache()
+        if self._shares_prompts:
+            # A rollout is a function of its requests: what earlier ones left would be there in some attempts only.
+            self._llm.reset_prefix_cache()
         params = [
-            SamplingParams(
+            OneUse(
                 temperature=temperature,
                 max_tokens=max_tokens,
                 seed=request.seed,
