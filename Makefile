@@ -62,7 +62,7 @@ unattended: setup  ## flow processes, workers and the whole platform killed; the
 	$(BIN)/python -m pytest tests/integration/test_unattended.py -m "long or not long" $(ARGS)
 
 browser: setup  ## the report and the Prefect page in headless Chromium; screenshots in build/screenshots
-	$(BIN)/python -m pytest tests/browser -m "long or not long" $(ARGS)
+	$(BIN)/python -m pytest tests/browser $(ARGS)
 
 nodes: setup  ## nodes killed, drained, and cut off from each other (root for the last)
 	$(BIN)/python -m pytest tests/integration/test_nodes.py -m long $(ARGS)

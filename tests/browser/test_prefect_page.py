@@ -17,10 +17,7 @@ from tasks.artifacts import key_of
 from tests.browser.chromium import BINARY, NO_BROWSER, Browser, wait_for
 from tests.integration.driver import Driver, clean_environment
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not BINARY, reason=NO_BROWSER),
-]
+pytestmark = pytest.mark.skipif(not BINARY, reason=NO_BROWSER)
 RUN_S, START_S = 900.0, 90.0
 WIDTH, HEIGHT = 1400, 1700
 
