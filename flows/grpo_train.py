@@ -11,13 +11,13 @@ No call to the Prefect API is made between two steps of the training, so an API 
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import threading
 from concurrent.futures import Future
 from typing import Any
 
-import yaml
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
@@ -32,8 +32,9 @@ from flows.form import TrainingForm
 from keepstep.checkpoint.inventory import goes_to_store
 from keepstep.cli.doctor_command import describe as describe_run
 from keepstep.cli.progress import ProgressPrinter, describe
-from keepstep.config.load import load
+from keepstep.config.load import load, to_yaml_value
 from keepstep.config.schema import RunConfig
+from keepstep.controller.launch import FLOW_RUN_VARIABLE
 from keepstep.doctor.evidence import gather, is_run
 from keepstep.doctor.rules import examine
 from keepstep.errors import CheckpointError, HeldError, KeepstepError, WorkerDiedError
@@ -81,6 +82,7 @@ def grpo_train(
         get_run_logger().info("%s is complete at step %d", settings.trainer.output_dir, done["final_step"])
         return exported(settings, done)
     run = RunDir.at(settings.trainer.output_dir)
+    os.environ[FLOW_RUN_VARIABLE] = str(flow_run.name)
     budget = RetryBudget(run, str(flow_run.id), settings.retry)
     attempts = Attempts(settings, budget)
     with RunPage(settings) as page:
@@ -211,13 +213,6 @@ class CheckpointTasks:
         for step, confirmed in waiting.items():
             _fail(confirmed, WorkerDiedError(f"Step {step}: {reason}."))
         waiting.clear()
-
-
-def to_yaml_value(value: Any) -> str:
-    """A parameter's value as it would be written on the command line."""
-    if isinstance(value, str):
-        return value
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
 
 
 def _resolve(confirmed: Future[Event], event: Event) -> None:

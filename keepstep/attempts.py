@@ -93,7 +93,8 @@ def judge(
     silence_s = now - flow_heartbeat if flow.host != host and flow_heartbeat is not None else 0.0
     if silence_s > lease_timeout_s:
         return Claim("orphan", f"{trainer} outlived its flow on {flow.host}, silent for {silence_s:.0f} s")
-    return Claim("held", f"{held}, started by process {flow.pid} on {flow.host}")
+    starter_name = f"flow run {flow.name}, " if flow.name else ""
+    return Claim("held", f"{held}, started by {starter_name}process {flow.pid} on {flow.host}")
 
 
 def _same(one: ProcessRef, other: ProcessRef) -> bool:

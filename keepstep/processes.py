@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 POLL_S = 0.05
@@ -48,6 +48,8 @@ class ProcessRef:
     start_time: int
     host: str
     rank: int | None = None
+    name: str | None = field(default=None, compare=False)
+    """What a person knows it by: of a flow, its flow run's name."""
 
     @classmethod
     def of(cls, pid: int, role: str, rank: int | None = None) -> ProcessRef | None:
@@ -62,7 +64,8 @@ class ProcessRef:
 
     @classmethod
     def from_record(cls, record: dict) -> ProcessRef:
-        return cls(record["role"], record["pid"], record["start_time"], record["host"], record.get("rank"))
+        role, pid, started, host = (record[name] for name in ("role", "pid", "start_time", "host"))
+        return cls(role, pid, started, host, record.get("rank"), record.get("name"))
 
     def to_record(self) -> dict:
         return asdict(self)

@@ -26,6 +26,8 @@ def up(args: argparse.Namespace) -> int:
 def down(args: argparse.Namespace) -> int:
     """Take the platform down and say what becomes of its flow runs."""
     folder = _folder(args.dir)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder.", "Give the one that `keepstep up` was given.")
     if not (folder / PLATFORM_DIR).is_dir():
         print(f"{folder}: nothing was started here.")
         return EXIT_DONE

@@ -46,8 +46,17 @@ def load(config: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
         return RunConfig.model_validate(_nest(given))
     except ValidationError as error:
         raise ConfigError(
-            f"Configuration {path}:\n  " + "\n  ".join(_problems(error)), "Correct these values."
+            f"Configuration {path}{' with what was given beside it' if overrides else ''}:\n  "
+            + "\n  ".join(_problems(error)),
+            "Correct these values.",
         ) from None
+
+
+def to_yaml_value(value: Any) -> str:
+    """A parameter's value as it would be written on the command line."""
+    if isinstance(value, str):
+        return value
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
 
 
 def find(name: str) -> Path:

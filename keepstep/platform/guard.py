@@ -10,7 +10,8 @@ pauses, up to `MAX_PAUSE_S`, until it has lived for `SETTLED_S`. The environment
 written down.
 
 A worker's children lead sessions of their own (flow runs, which train on without their worker). They stand in
-`children/<role>.json`; when the guard is told to end, each is asked to leave and has `CHILDREN_GRACE_S` for it.
+`children/<role>.json`; when the guard is told to end, each is asked to leave and has `CHILDREN_GRACE_S` for it, before
+the worker hears of it: Prefect's worker kills what it started as soon as it is asked to end itself.
 
 Start and end exclude each other by a lock on `<role>.lock`, so a run that arrives while the server is being ended
 waits and then starts a new one.
@@ -35,6 +36,8 @@ from keepstep.run import read_json, write_json
 POLL_S = 0.5
 GRACE_S = 3.0
 TERM_S = 4.0
+TOLD_S = 2.0
+"""After the last child, for what its worker has to tell the server."""
 SETTLED_S = 60.0
 MAX_PAUSE_S = 30.0
 CHILDREN_GRACE_S = 120.0
@@ -110,17 +113,27 @@ def _lock_within(handle: int, timeout_s: float) -> bool:
 
 
 def end_group(leader: ProcessRef, children: Callable[[], list[ProcessRef]] = list, term_s: float = TERM_S) -> None:
-    """End the session that `leader` leads and those of its living `children`: SIGTERM, then SIGKILL to what is left.
+    """End the living `children`, then the session that `leader` leads: SIGTERM, then SIGKILL to what is left.
 
-    The leader gets one SIGTERM, since a second one kills a worker, and lives until its children have left: it is the
-    one that tells how they ended. They are asked for again then: it may have been starting one.
+    The leader lives until its children have left, and a moment longer: it is the one that tells how they ended.
     """
-    if leader.alive():
-        _signal_group(leader.pid, signal.SIGTERM)
-    while found := children():
+    if found := children():
         terminate(found, grace_s=CHILDREN_GRACE_S)
-    if not leader.alive():
-        return
+        if leader.alive():
+            time.sleep(TOLD_S)
+    if leader.alive():
+        _end_session(leader, term_s)
+    # What it was starting meanwhile.
+    terminate(children(), grace_s=CHILDREN_GRACE_S)
+
+
+def end_children(platform: Path, role: str) -> None:
+    """Ask what the worker of this role has started to leave; the worker stays and tells how it ended."""
+    terminate(live_children(platform, role), grace_s=CHILDREN_GRACE_S)
+
+
+def _end_session(leader: ProcessRef, term_s: float) -> None:
+    _signal_group(leader.pid, signal.SIGTERM)
     deadline = time.monotonic() + term_s
     while leader.alive() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -135,7 +148,7 @@ def end_recorded(platform: Path, role: str) -> None:
     if record is not None:
         terminate([ProcessRef.from_record(record["guard"])], grace_s=2 * CHILDREN_GRACE_S)
         end_group(ProcessRef.from_record(record["server"]), lambda: live_children(platform, role))
-    terminate(live_children(platform, role), grace_s=CHILDREN_GRACE_S)
+    end_children(platform, role)
     for path in (record_path(platform, role), children_path(platform, role)):
         path.unlink(missing_ok=True)
 

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import yaml
 
+from keepstep.config.load import load, to_yaml_value
 from keepstep.errors import ConfigError, KeepstepError, NoProgressError
 from keepstep.platform import automations, guard, servers, windows
 from keepstep.platform.api import LOCAL_POOL, PrefectApi, Record
-from keepstep.processes import ProcessRef, hostname
+from keepstep.processes import ProcessRef, hostname, kill
 
 WORKER = "prefect-worker"
 WORKER_START_S = 180.0
@@ -64,10 +65,12 @@ def up(platform: Path, database: str | None) -> Up:
         database: connection URL of the Prefect server's database; None: SQLite in the platform folder.
 
     Raises:
-        ConfigError: something is not installed, or a server runs here with another database.
+        ConfigError: something is not installed, a server runs here with another database, or a deployment has a setting
+            that there is not.
         NoProgressError: server or worker did not come up.
         KeepstepError: the automations or deployments were refused.
     """
+    check_settings(deployment_file("prefect.yaml"))
     wanted = automations.load(deployment_file("automations.yaml"), automations.silence_of_environment())
     starter = ProcessRef.current("platform")
     server = servers.prefect_server(platform, starter, database)
@@ -97,8 +100,10 @@ def down(platform: Path) -> Down:
     with _server_kept(platform) as api:
         _take_no_more(api)
         ids = [run["id"] for run in _flow_runs(api, "RUNNING", "PENDING")]
-        guard.end_recorded(platform, WORKER)
+        guard.end_children(platform, WORKER)
+        # The worker tells how they ended, so it ends after that.
         interrupted = _settled(api, ids)
+        guard.end_recorded(platform, WORKER)
         if servers.PREFECT_SERVER in recorded:
             its_guard = recorded[servers.PREFECT_SERVER][1]
             guard.holder_path(platform, servers.PREFECT_SERVER, its_guard).unlink(missing_ok=True)
@@ -111,6 +116,23 @@ def deployment_file(name: str) -> Path:
     if found is None:
         raise ConfigError(f"{_FOLDERS[0] / name}: no such file.", "Run it from a checkout of Keepstep.")
     return found
+
+
+def check_settings(file: Path) -> None:
+    """Whether the configurations of this machine's deployments can be read: a schedule would tell at night.
+
+    Raises:
+        ConfigError: one cannot, by its deployment.
+    """
+    for one in yaml.safe_load(file.read_text(encoding="utf-8"))["deployments"]:
+        given = one.get("parameters", {})
+        if "config" not in given or one["work_pool"]["name"] != LOCAL_POOL:
+            continue
+        overrides = [f"{key}={to_yaml_value(value)}" for key, value in given.get("overrides", {}).items()]
+        try:
+            load(given["config"], overrides)
+        except ConfigError as error:
+            raise ConfigError(f"{file}, deployment {one['name']}: {error.message}", error.remedy) from None
 
 
 def client_environment(server_env: dict[str, str]) -> dict[str, str]:
@@ -199,8 +221,9 @@ def _worker(
                 return worker, its_guard
             if its_guard.alive():
                 guard.end_recorded(platform, WORKER)
-            # A worker that has lost its guard is replaced; its flow runs go on, and the next guard knows them.
-            guard.end_group(worker)
+            # A worker that has lost its guard is replaced; its flow runs go on, and the next guard knows them. Asked to
+            # end it would take them along.
+            kill([worker])
         _, processes = servers.start_guarded(platform, WORKER, command, ready, environment, WORKER_START_S)
         return processes[0], processes[1]
 

@@ -38,6 +38,16 @@ def owner(**changes: Any) -> dict[str, Any]:
     return {"host": HOST, "pid": OWNER, "start_time": 1, "boot_id": BOOT} | changes
 
 
+def test_the_holder_is_named_as_people_know_it():
+    by_schedule = record(processes=[flow() | {"name": "brave-otter"}])
+    claim = judge(by_schedule, alive=lambda _: True, now=NOW, host=HOST, boot=BOOT, lease_timeout_s=90)
+    assert claim.reason == (
+        f"attempt 3 runs on this host as process {OWNER}, started by flow run brave-otter, process {FLOW} on {HOST}"
+    )
+    claim = judge(record(processes=[flow()]), alive=lambda _: True, now=NOW, host=HOST, boot=BOOT, lease_timeout_s=90)
+    assert claim.reason.endswith(f", started by process {FLOW} on {HOST}")
+
+
 @pytest.mark.parametrize(
     ("held_record", "alive", "expected"),
     [

@@ -291,6 +291,31 @@ def test_the_folder_of_a_run_is_not_that_of_a_platform(
     assert not (tmp_path / ".keepstep").exists() and not (tmp_path / "mine" / ".keepstep").exists()
 
 
+def test_a_platform_that_nobody_made_is_not_taken_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["down", str(tmp_path / "mistyped")]) == 2
+    assert f"{tmp_path / 'mistyped'}: no such folder." in capsys.readouterr().err
+    assert main(["down", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: nothing was started here.\n"
+
+
+def test_a_setting_that_is_wrong_in_a_deployment_is_told_when_it_is_registered(tmp_path: Path):
+    file = tmp_path / "prefect.yaml"
+    deployment = {"name": "nightly", "work_pool": {"name": "keepstep-local"}}
+    elsewhere = {"name": "pod", "work_pool": {"name": "keepstep-k8s"}, "parameters": {"config": "/only/there.yaml"}}
+
+    def check(**overrides: Any) -> None:
+        given = deployment | {"parameters": {"config": "quickstart", "overrides": overrides}}
+        audit = {"name": "audit", "work_pool": {"name": "keepstep-local"}, "parameters": {"runs": ["runs/*"]}}
+        file.write_text(yaml.safe_dump({"deployments": [elsewhere, audit, given]}))
+        local.check_settings(file)
+
+    check(**{"trainer.total_training_steps": 40, "resume.allow": ["scheduler"], "trainer.output_dir": "x"})
+    with pytest.raises(ConfigError, match=r"(?s)deployment nightly: .*the nearest is trainer\.total_training_steps"):
+        check(**{"trainer.total_training_stepz": 40})
+    with pytest.raises(ConfigError, match=r"(?s)deployment nightly: .*given beside it"):
+        check(**{"trainer.total_training_steps": "forty"})
+
+
 def test_files_of_a_platform_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(local, "_FOLDERS", (tmp_path,))
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'prefect.yaml'}: no such file")):
