@@ -96,11 +96,14 @@ def test_a_schedule_of_ones_own_outlives_the_next_registration(
     assert schedule["active"] and schedule["schedule"]["cron"] == "0 22 * * *"
 
 
-def test_a_failed_flow_run_is_queued_again(
+def test_a_failed_flow_run_says_why_and_is_queued_again(
     registered: dict[str, Record], api: PrefectApi, as_written: Callable[..., str]
 ):
     created = api.ask("POST", f"deployments/{registered['quickstart']['id']}/create_flow_run", {})
     api.ask("POST", f"flow_runs/{created['id']}/set_state", {"state": {"type": "FAILED"}, "force": True})
+    line = {"name": "flow", "level": 40, "message": "forty is no number", "timestamp": "2026-11-01T00:00:00Z"}
+    api.ask("POST", "logs/", [line | {"flow_run_id": created["id"]}])
+    assert "forty is no number" in as_written("flow-run", "logs", ID=created["id"])
     as_written("flow-run", "retry", ID=created["id"])
     assert api.ask("GET", f"flow_runs/{created['id']}")["state"]["type"] == "SCHEDULED"
     # A worker must not find it.

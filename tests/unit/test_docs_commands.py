@@ -86,7 +86,9 @@ ELSEWHERE = {
     "prefect deployment schedule resume": (
         f"{INTEGRATION}/test_docs_prefect.py", "test_a_schedule_is_switched_on", '"resume"'),
     "prefect flow-run retry": (
-        f"{INTEGRATION}/test_docs_prefect.py", "test_a_failed_flow_run_is_queued_again", '"retry"'),
+        f"{INTEGRATION}/test_docs_prefect.py", "test_a_failed_flow_run_says_why_and_is_queued_again", '"retry"'),
+    "prefect flow-run logs": (
+        f"{INTEGRATION}/test_docs_prefect.py", "test_a_failed_flow_run_says_why_and_is_queued_again", '"logs"'),
     "prefect block ls": (f"{INTEGRATION}/test_docs_prefect.py", "test_blocks_are_listed", '"block"'),
 }  # fmt: skip
 """Command: (file, test or fixture, what its source must contain) where it is run for real."""
