@@ -49,8 +49,9 @@ test-gpu: setup  ## on a machine with a CUDA device
 exact-%: setup  ## one kill by itself: rank, engine, hung_rank, hung_engine, controller, writer, flow, epoch_end, everything, store, sharded
 	$(BIN)/python -m pytest tests/integration/test_single_kills.py -m long -k "test_kill[$*] or test_$*" $(ARGS)
 
-exact: setup  ## all single kills and the choice of a retry, some twenty minutes
-	$(BIN)/python -m pytest tests/integration/test_single_kills.py tests/integration/test_retry_choice.py -m long $(ARGS)
+exact: setup  ## all single kills, a tensor-parallel engine's among them, and the choice of a retry, some twenty minutes
+	$(BIN)/python -m pytest tests/integration/test_single_kills.py tests/integration/test_parallel_engine.py \
+		tests/integration/test_retry_choice.py -m long $(ARGS)
 
 options: setup  ## options of the algorithm through the real entry point: killed, each ends as its undisturbed run
 	$(BIN)/python -m pytest tests/integration/test_option_runs.py -m long $(ARGS)

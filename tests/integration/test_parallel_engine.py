@@ -94,6 +94,7 @@ def test_the_processes_of_an_engine_end_together(engine: Engine, victim: str):
     assert wait_until_gone(everyone, timeout_s=ENDS_WITHIN_S) == []
 
 
+@pytest.mark.long
 def test_a_lost_worker_costs_no_step(workspace: Path):
     """C160: the engine is replaced in place, and its log-probs stay the trainer's; nothing is left of the old one."""
     settings = ["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.total_training_steps=6"]
