@@ -1,7 +1,7 @@
 """Pre-stop hook of a pod with a Prefect process worker: `leave_flows.py TIMEOUT_S`.
 
-A worker that is told to stop takes no new runs and waits for those it has, but tells them nothing. So this tells the
-worker (process 1) and then each flow process, which has its trainer save and leave, and waits until they have ended.
+A worker (process 1) that is told to stop kills its flows at once. So this tells each flow process first, which has its
+trainer save and leave, and waits until they have ended; only then does the kubelet tell the worker.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def children(parent: int) -> list[int]:
 
 
 def leave(worker: int, deadline: float) -> list[int]:
-    """Ask the worker and its flows to leave; flows that have not ended at `deadline` (of `time.monotonic`)."""
+    """Ask the flows of a worker to leave; those that have not ended at `deadline` (of `time.monotonic`)."""
     flows = children(worker)
-    for process in (worker, *flows):
+    for flow in flows:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGTERM)
+            os.kill(flow, signal.SIGTERM)
     while flows and time.monotonic() < deadline:
         time.sleep(POLL_S)
         living = children(worker)
