@@ -25,7 +25,7 @@ def gathered(
         tensors: sharded along dimension 0 in the manner of `torch.chunk`, of one dtype; equal names on all ranks.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for names in buckets(tensors, bucket_elements):
+    for names in buckets({name: tensor.numel() for name, tensor in tensors.items()}, bucket_elements):
         shapes = [tensors[name].shape for name in names]
         own = torch.cat([local(tensors[name]).flatten() for name in names])
         # Rank 0 has the largest share of each tensor, so of all.
@@ -55,14 +55,15 @@ def num_elements(shape: torch.Size, rank: int, world_size: int) -> int:
     return max(0, min(share, shape[0] - rank * share)) * shape[1:].numel()
 
 
-def buckets(tensors: dict[str, torch.Tensor], most: int) -> Iterator[list[str]]:
+def buckets(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
+    """Names in order, cut where the next size would exceed `most`; one above it stands alone."""
     names: list[str] = []
     total = 0
-    for name, tensor in tensors.items():
-        if names and total + tensor.numel() > most:
+    for name, size in sizes.items():
+        if names and total + size > most:
             yield names
             names, total = [], 0
         names.append(name)
-        total += tensor.numel()
+        total += size
     if names:
         yield names

@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from keepstep.actor.gathering import buckets
 from keepstep.actor.host_buffer import HostBuffer, SharedMemory, Slot, view
 
 BACKEND = "host"
@@ -85,14 +86,8 @@ class HostWeightTransfer(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
 
 def parts(weights: dict[str, np.ndarray], max_bytes: int) -> Iterator[dict[str, np.ndarray]]:
     """`weights` in order, cut where the next tensor would exceed `max_bytes`. Pure."""
-    part: dict[str, np.ndarray] = {}
-    for name, array in weights.items():
-        if part and sum(other.nbytes for other in part.values()) + array.nbytes > max_bytes:
-            yield part
-            part = {}
-        part[name] = array
-    if part:
-        yield part
+    for names in buckets({name: array.nbytes for name, array in weights.items()}, max_bytes):
+        yield {name: weights[name] for name in names}
 
 
 class SharedParts:
