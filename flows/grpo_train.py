@@ -32,7 +32,7 @@ from flows.form import TrainingForm
 from keepstep.checkpoint.inventory import goes_to_store
 from keepstep.cli.doctor_command import describe as describe_run
 from keepstep.cli.progress import ProgressPrinter, describe
-from keepstep.config.load import load, to_yaml_value
+from keepstep.config.load import as_overrides, load
 from keepstep.config.schema import RunConfig
 from keepstep.controller.launch import FLOW_RUN_VARIABLE
 from keepstep.doctor.evidence import gather, is_run
@@ -73,7 +73,7 @@ def grpo_train(
     """
     given = (form.to_overrides() if form else {}) | overrides
     try:
-        settings = load(config, [f"{key}={to_yaml_value(value)}" for key, value in given.items()])
+        settings = load(config, as_overrides(given))
     except KeepstepError as error:
         # Raised, it would stand in the log twice over with its traceback, and the state would bear no name.
         return Failed(name=NOT_RETRYABLE, message=str(error), data=error)

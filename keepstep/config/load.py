@@ -52,8 +52,12 @@ def load(config: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
         ) from None
 
 
-def to_yaml_value(value: Any) -> str:
-    """A parameter's value as it would be written on the command line."""
+def as_overrides(parameters: dict[str, Any]) -> list[str]:
+    """A deployment's settings as they would be written on the command line, where a text is what YAML makes of it."""
+    return [f"{key}={_as_typed(value)}" for key, value in parameters.items()]
+
+
+def _as_typed(value: Any) -> str:
     if isinstance(value, str):
         return value
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()

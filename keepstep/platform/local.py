@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from keepstep.config.load import load, to_yaml_value
+from keepstep.config.load import as_overrides, load
 from keepstep.errors import ConfigError, KeepstepError, NoProgressError
 from keepstep.platform import automations, guard, servers, windows
 from keepstep.platform.api import LOCAL_POOL, PrefectApi, Record
@@ -128,9 +128,8 @@ def check_settings(file: Path) -> None:
         given = one.get("parameters", {})
         if "config" not in given or one["work_pool"]["name"] != LOCAL_POOL:
             continue
-        overrides = [f"{key}={to_yaml_value(value)}" for key, value in given.get("overrides", {}).items()]
         try:
-            load(given["config"], overrides)
+            load(given["config"], as_overrides(given.get("overrides", {})))
         except ConfigError as error:
             raise ConfigError(f"{file}, deployment {one['name']}: {error.message}", error.remedy) from None
 
