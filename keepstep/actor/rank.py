@@ -54,6 +54,8 @@ class RankSpec:
     max_response_length: int
     needs_reference: bool
     needs_old_log_probs: bool
+    frees_memory: bool = False
+    """Its GPU is an engine's as well, which wakes up for the weights: what no tensor holds is given back before."""
 
     @property
     def layout(self) -> Layout:
@@ -254,6 +256,8 @@ class Rank:
     def full_weights(self) -> dict[str, np.ndarray] | None:
         """The whole policy by parameter name on rank 0, None elsewhere."""
         weights = {name: full.cpu().numpy() for name, full in lora.merged(self.model)}
+        if self.spec.frees_memory:
+            torch.cuda.empty_cache()
         return weights if self.spec.rank == 0 else None
 
     def snapshot(self, shared: bool) -> shards.RankSnapshot:

@@ -31,7 +31,7 @@ _SETTINGS: tuple[tuple[str, str], ...] = (
     ),
     (r"actor_rollout_ref\.model\.lora_.*", "adapters have lora_rank, lora_alpha and target_modules here; leave it out"),
     (
-        r"actor_rollout_ref\.rollout\.(mode|free_cache_engine|enforce_eager|load_format)",
+        r"actor_rollout_ref\.rollout\.(mode|enforce_eager|load_format)",
         "the engine sets it; leave it out",
     ),
     (r"algorithm\.(gamma|lam|kl_ctrl\..*)", "it belongs to PPO with a critic; GRPO has none; leave it out"),

@@ -214,6 +214,8 @@ class RolloutConfig(Section):
     """Precision of the engine."""
     max_num_seqs: PositiveInt = 256
     """Sequences that the engine decodes at once."""
+    free_cache_engine: bool = True
+    """While the ranks train, the engines beside them give back the GPU memory of weights and KV cache (GPU only)."""
     enable_prefix_caching: bool = True
     """Work out each prompt once for all responses that the engine samples to it in one rollout."""
     logprob_tolerance: PositiveFloat = 1e-3
@@ -242,6 +244,9 @@ class RewardModelConfig(Section):
 
 class ActorRolloutRefConfig(Section):
     model: ModelConfig
+    hybrid_engine: bool = True
+    """Engines share the ranks' GPUs and take turns with them. False: they have GPUs of their own, and the ranks work
+    out log-probs of finished responses while others are sampled."""
     actor: ActorConfig = ActorConfig()
     rollout: RolloutConfig = RolloutConfig()
     ref: RefConfig = RefConfig()
@@ -443,6 +448,17 @@ class RunConfig(Section):
     def needs_reference(self) -> bool:
         """Whether log-probs under a frozen reference are needed at all."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def log_probs_ahead(self) -> bool:
+        """Whether ranks start on the log-probs of a batch while the engines still sample the rest of it.
+
+        The rows of a forward pass must be known before their lengths are: neither a budget of tokens nor groups that
+        may be dropped allow it.
+        """
+        asked = self.needs_old_log_probs or self.needs_reference
+        fixed = not self.actor_rollout_ref.actor.use_dynamic_bsz and not self.algorithm.filter_groups.enable
+        return asked and fixed and not self.actor_rollout_ref.hybrid_engine
 
     @property
     def has_reference(self) -> bool:

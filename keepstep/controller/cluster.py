@@ -35,7 +35,7 @@ LOCAL_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 RANK_GPU_SHARE, ENGINE_GPU_SHARE = 0.6, 0.4
-"""Of a GPU, in Ray's books: a rank and an engine share one, two ranks never do."""
+"""Of a GPU, in Ray's books, where ranks and engines share them: a rank and an engine do, two ranks never."""
 
 
 def temp_dir(run: RunDir, attempt: int) -> Path:
@@ -106,7 +106,8 @@ class Cluster:
     def rank(self) -> Any:
         """A process for a rank, to be built."""
         options = {} if self._placement is None else self._placement.rank_options()
-        return self._actor(RankWorker, rank_environment(self._device), gpus=RANK_GPU_SHARE, **options).remote()
+        gpus = RANK_GPU_SHARE if self._config.actor_rollout_ref.hybrid_engine else 1
+        return self._actor(RankWorker, rank_environment(self._device), gpus=gpus, **options).remote()
 
     def engine(self, index: int) -> Any:
         """A process for engine `index`, to be built."""
@@ -116,7 +117,8 @@ class Cluster:
         if self._placement is not None:
             options |= self._placement.engine_options(index)
             environment |= self._placement.engine_environment(index)
-        return self._actor(EngineWorker, environment, gpus=ENGINE_GPU_SHARE, **options).remote(rollout, self._device)
+        gpus = ENGINE_GPU_SHARE if self._config.actor_rollout_ref.hybrid_engine else 1
+        return self._actor(EngineWorker, environment, gpus=gpus, **options).remote(rollout, self._device)
 
     def writer(self, node_id: str) -> Any:
         """A writer on this node. It asks for no core of its own: it works behind the others."""

@@ -85,7 +85,14 @@ class RankGroup:
         return found
 
     def log_probs(self, shards: Sequence[Batch]) -> list[dict[str, np.ndarray]]:
-        return self._step("log-probs", lambda actor, rank: actor.log_probs.remote(shards[rank]))
+        return self.end_log_probs(self.begin_log_probs(shards))
+
+    def begin_log_probs(self, shards: Sequence[Batch]) -> list[Any]:
+        """Have the ranks work; what comes back is for `end_log_probs`."""
+        return [actor.log_probs.remote(shard) for actor, shard in zip(self.actors, shards, strict=True)]
+
+    def end_log_probs(self, begun: Sequence[Any]) -> list[dict[str, np.ndarray]]:
+        return self._step("log-probs", lambda _, rank: begun[rank])
 
     def update(
         self, shards: Sequence[Batch], log_probs: Sequence[Any], mini_batches: Sequence[Any]
@@ -141,8 +148,11 @@ class EngineGroup:
     made once more: what it samples is a function of the seeds of the requests, so nothing of it is lost.
     """
 
-    def __init__(self, actors: list[Any], supervisor: Supervisor, timeouts: TimeoutConfig) -> None:
+    def __init__(
+        self, actors: list[Any], supervisor: Supervisor, timeouts: TimeoutConfig, *, can_sleep: bool = False
+    ) -> None:
         self.actors = actors
+        self._can_sleep = can_sleep
         self.recovery: EngineRecovery | None = None
         """None: the death of an engine is the caller's matter."""
         self._supervisor = supervisor
@@ -156,6 +166,16 @@ class EngineGroup:
             self._supervisor.gather(calls, self._timeouts.step_s, "weight sync")
 
         self._reviving(update)
+
+    def sleep(self) -> None:
+        """Leave the GPUs to the ranks until the next weights come, if the engines were built to."""
+
+        def sleep() -> None:
+            calls = self._calls(lambda actor, _: actor.sleep.remote())
+            self._supervisor.gather(calls, self._timeouts.step_s, "putting the engines to sleep")
+
+        if self._can_sleep:
+            self._reviving(sleep)
 
     def generate(
         self,

@@ -1,9 +1,9 @@
 """Which GPUs a tensor-parallel engine computes on.
 
 Ray gives an actor whole GPUs or a share of one, never shares of several. So the GPUs are reserved by a placement group:
-each of its bundles is as many GPUs of one node as an engine has workers. Ranks take their shares in the bundles; an
-engine stands in its own bundle, asks for no GPU, and is told by its environment which ones the bundle holds, beside the
-ranks that have them as well. Its workers are processes below it, as on a CPU.
+each of its bundles is as many GPUs of one node as an engine has workers. An engine stands in its own bundle, asks for
+no GPU, and is told by its environment which ones the bundle holds; ranks that share them take their part in the
+bundles, others stand outside. Its workers are processes below it, as on a CPU.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ class Bundle:
 
 
 def bundles(config: RunConfig) -> list[dict[str, float]]:
-    """What is asked of Ray, a bundle per engine and as many as the ranks need. Pure."""
+    """What is asked of Ray, a bundle per engine and as many as the ranks need that share them. Pure."""
     rollout = config.actor_rollout_ref.rollout
     size = rollout.tensor_model_parallel_size
-    count = max(-(-config.world_size // size), rollout.num_engines)
+    num_shared = -(-config.world_size // size) if config.actor_rollout_ref.hybrid_engine else 0
+    count = max(num_shared, rollout.num_engines)
     return [{"GPU": size, "CPU": size * (2 if index < rollout.num_engines else 1)} for index in range(count)]
 
 
 class Placement:
     """The GPUs of an attempt in Ray's books, for engines over several of them."""
 
-    def __init__(self, group: PlacementGroup, found: list[Bundle]) -> None:
+    def __init__(self, group: PlacementGroup, found: list[Bundle], shared: bool) -> None:
         self._group = group
         self._found = found
+        self._shared = shared
 
     @classmethod
     def reserve(cls, config: RunConfig, check: Callable[[], None]) -> Placement:
@@ -73,11 +75,12 @@ class Placement:
                     f"has {there:.0f}.",
                     f"Lower {SIZE_KEY} or actor_rollout_ref.rollout.num_engines, or start the nodes that are missing.",
                 )
-        return cls(group, [Bundle(node_id, tuple(gpus)) for node_id, gpus in ray.get(calls)])
+        found = [Bundle(node_id, tuple(gpus)) for node_id, gpus in ray.get(calls)]
+        return cls(group, found, config.actor_rollout_ref.hybrid_engine)
 
     def rank_options(self) -> dict[str, Any]:
-        """For an actor that takes its share of any of the GPUs."""
-        return {"scheduling_strategy": _in(self._group, -1)}
+        """For an actor that takes its share of any of the GPUs, or one that the engines do not have."""
+        return {"scheduling_strategy": _in(self._group, -1)} if self._shared else {}
 
     def engine_options(self, index: int) -> dict[str, Any]:
         """For the actor of engine `index`.

@@ -25,6 +25,7 @@ from keepstep.algorithm.shaping import kl_in_reward, mask_truncated, overlong_pe
 from keepstep.checkpoint.cadence import due
 from keepstep.config.schema import RunConfig
 from keepstep.controller import resume_probe
+from keepstep.controller.ahead import LogProbs, LogProbsAhead
 from keepstep.controller.groups import EngineGroup, RankGroup
 from keepstep.controller.leaving import Leaving
 from keepstep.controller.pace import Pace
@@ -40,7 +41,6 @@ from keepstep.rewards.scoring import Question, Scorer
 from keepstep.rollout.types import Request, Response
 
 Metrics = dict[str, float]
-LogProbs = dict[str, np.ndarray]
 
 
 @dataclass
@@ -76,6 +76,8 @@ class Trainer:
         self.pace = Pace()
         self._num_gen_batches = 0
         """Batches of prompts that the running step has rolled out."""
+        self._ahead: LogProbsAhead | None = None
+        """What the ranks work at while the running step is rolled out."""
 
     @property
     def group_size(self) -> int:
@@ -104,6 +106,7 @@ class Trainer:
         """One step of GRPO: roll out, score, update, hand the new weights to the engines."""
         begin = time.monotonic()
         rollouts = self.roll_out()
+        self.parts.engines.sleep()
         batch = self.pack(rollouts)
         log_probs = self.log_probs(batch)
         rewards = self.rewards(rollouts, batch, log_probs)
@@ -145,11 +148,23 @@ class Trainer:
         )
 
     def roll_out_batch(self, number: int) -> Rollouts:
-        """The step's `number`-th batch of prompts, rolled out and scored: by a pool while others are still sampled."""
+        """The step's `number`-th batch of prompts, rolled out and scored.
+
+        While others are still sampled, finished responses are scored by a pool, and their log-probs are worked out by
+        ranks whose GPUs are their own.
+        """
         rows = self.next_prompts(number)
         scorer, questions = self.parts.scorer, Questions(rows, self.group_size, self.parts.decode)
-        finished = (lambda new: scorer.begin(questions.add(new))) if scorer.in_background else None
-        responses = self.generate(rows, number, finished)
+        self._ahead = self._log_probs_ahead(rows) if self.config.log_probs_ahead else None
+
+        def finished(new: dict[int, Response]) -> None:
+            if scorer.in_background:
+                scorer.begin(questions.add(new))
+            if self._ahead is not None:
+                self._ahead.add(new)
+
+        told = finished if scorer.in_background or self._ahead is not None else None
+        responses = self.generate(rows, number, told)
         return Rollouts(rows, responses, self.score(questions.of(responses)))
 
     def next_prompts(self, number: int) -> list[Row]:
@@ -192,7 +207,9 @@ class Trainer:
 
     def pack(self, rollouts: Rollouts) -> Batch:
         prompts = [row.prompt_ids for row in rollouts.rows for _ in range(rollouts.group_size)]
-        responses = rollouts.responses
+        return self._pack(prompts, rollouts.responses)
+
+    def _pack(self, prompts: list[list[int]], responses: list[Response]) -> Batch:
         batch = pack(prompts, [r.token_ids for r in responses], [r.log_probs for r in responses], self.parts.pad_id)
         if self.config.algorithm.mask_truncated:
             truncated = torch.tensor([not response.finished for response in responses])
@@ -205,8 +222,19 @@ class Trainer:
             return {}
         dealt, _ = self._dealt()
         with self.pace.act("log_probs"):
+            if self._ahead is not None:
+                return self._ahead.of(batch)
             found = self.parts.ranks.log_probs([batch.rows(rows) for rows in dealt])
         return {name: in_order([part[name] for part in found], dealt) for name in found[0]}
+
+    def _log_probs_ahead(self, rows: list[Row]) -> LogProbsAhead:
+        """Of the batch that these rows' responses will make up."""
+
+        def pack(places: list[int], responses: list[Response]) -> Batch:
+            return self._pack([rows[place // self.group_size].prompt_ids for place in places], responses)
+
+        size = self.config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu
+        return LogProbsAhead(self.parts.ranks, self._dealt()[0], size, pack)
 
     def rewards(self, rollouts: Rollouts, batch: Batch, log_probs: LogProbs) -> np.ndarray:
         """The scores less what length and divergence cost, [num_prompts, group_size]."""

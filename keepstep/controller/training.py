@@ -208,6 +208,7 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
     config = session.config
     model_dir = session.model_files(chosen.step)
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    engines_sleep = device == "cuda" and config.actor_rollout_ref.hybrid_engine and rollout.free_cache_engine
     specs = [
         RankSpec(
             rank=rank,
@@ -226,6 +227,7 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
             max_response_length=config.data.max_response_length,
             needs_reference=config.needs_reference,
             needs_old_log_probs=config.needs_old_log_probs,
+            frees_memory=engines_sleep,
         )
         for rank in range(config.world_size)
     ]
@@ -236,6 +238,7 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
         model_dir=model_dir,
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
         num_engines=rollout.num_engines,
+        engines_sleep=engines_sleep,
         timeout_s=config.timeouts.start_s,
     )
     for index in range(rollout.num_engines):
@@ -246,7 +249,8 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
     ranks.connect()
     actors = [workforce.engine(index) for index in range(rollout.num_engines)]
     cluster.record_services()
-    return Crew(ranks, EngineGroup(actors, supervisor, config.timeouts), saver, workforce)
+    engines = EngineGroup(actors, supervisor, config.timeouts, can_sleep=engines_sleep)
+    return Crew(ranks, engines, saver, workforce)
 
 
 def start_saver(session: Session, chosen: ResumePlan, cluster: Cluster, ranks: RankGroup) -> Saver:

@@ -101,10 +101,12 @@ class EngineWorker(Worker):
 
         self._config, self._device = config, device
 
-    def build(self, model_dir: str, max_model_len: int) -> dict[str, Any]:
+    def build(self, model_dir: str, max_model_len: int, can_sleep: bool) -> dict[str, Any]:
         from keepstep.rollout.vllm_engine import VllmEngine
 
-        self._engine = VllmEngine(model_dir, self._config, max_model_len=max_model_len, device=self._device)
+        self._engine = VllmEngine(
+            model_dir, self._config, max_model_len=max_model_len, device=self._device, can_sleep=can_sleep
+        )
         return self.identity() | {"workers": self._engine.workers()}
 
     def update_weights(self, weights: Any, version: int) -> None:
@@ -113,6 +115,9 @@ class EngineWorker(Worker):
     def generate(self, requests: Any, version: int, max_tokens: int, temperature: float, slice_s: float | None) -> Any:
         self._engine.begin(requests, version=version, max_tokens=max_tokens, temperature=temperature)
         return self._engine.go_on(slice_s)
+
+    def sleep(self) -> None:
+        self._engine.sleep()
 
     def go_on(self, slice_s: float | None) -> Any:
         return self._engine.go_on(slice_s)

@@ -36,17 +36,19 @@ class Workforce:
         model_dir: str,
         max_model_len: int,
         num_engines: int,
+        engines_sleep: bool,
         timeout_s: float,
     ) -> None:
         """
         Args:
             specs: a `RankSpec` per rank.
             max_model_len: tokens of the longest prompt with its response.
+            engines_sleep: they are asked to, while the ranks train.
             timeout_s: longest time that a process may take to come up.
         """
         self._cluster, self._supervisor, self._timeout_s = cluster, supervisor, timeout_s
         self._specs = specs
-        self._model = (model_dir, max_model_len)
+        self._engine_of = (model_dir, max_model_len, engines_sleep)
         self._num_engines = num_engines
         self._starting: dict[str, tuple[Any, Any]] = {}
         """Role to (actor, reference to its identity once it is built)."""
@@ -71,7 +73,7 @@ class Workforce:
     def start_engine(self, index: int) -> None:
         role = f"engine {index}"
         actor = self._spares.pop(role, None) or self._cluster.engine(index)
-        self._starting[role] = (actor, actor.build.remote(*self._model))
+        self._starting[role] = (actor, actor.build.remote(*self._engine_of))
 
     def engine(self, index: int) -> Any:
         """The actor of the engine that was started.

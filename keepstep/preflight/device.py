@@ -38,17 +38,41 @@ def check_device(config: RunConfig) -> None:
     if device == "cpu":
         return
     size, there = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
-    if there % size:
+    if there % size and config.actor_rollout_ref.hybrid_engine:
         raise ConfigError(
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide trainer.n_gpus_per_node="
             f"{there}: the GPUs of an engine are of one node, beside ranks.",
             f"Give a divisor of {there}.",
         )
+    if not config.actor_rollout_ref.hybrid_engine and config.ray.address is None:
+        _check_own_gpus(config)
     if config.recovery.warm_spare:
         raise ConfigError(
             "recovery.warm_spare=true keeps no spare for a GPU: it would need memory of the one that it stands for.",
             "Leave it out, or train with trainer.device=cpu.",
         )
+
+
+def _check_own_gpus(config: RunConfig) -> None:
+    """Ray would wait for a GPU that this machine does not have until the time limit of the start."""
+    rollout = config.actor_rollout_ref.rollout
+    num_ranks, num_engines, size = config.world_size, rollout.num_engines, rollout.tensor_model_parallel_size
+    num_needed, num_here = num_ranks + num_engines * size, num_gpus()
+    if num_needed > num_here:
+        raise ConfigError(
+            f"actor_rollout_ref.hybrid_engine=false gives ranks and engines GPUs of their own, {num_ranks} + "
+            f"{num_engines} * {size}, and this machine has {num_here}.",
+            "Lower trainer.n_gpus_per_node or actor_rollout_ref.rollout.num_engines, or let them share: leave "
+            "actor_rollout_ref.hybrid_engine out.",
+        )
+
+
+def num_gpus() -> int:
+    """CUDA devices of this machine that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip()])
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in _CUDA_CONTROL.parent.glob("nvidia*"))
 
 
 def _check_compiler(device: str) -> None:

@@ -30,15 +30,19 @@ class OneUse(SamplingParams):
 class VllmEngine:
     """One vLLM engine: in this process, or with tensor parallelism over worker processes below it.
 
-    It starts with dummy weights and samples only after `update_weights`.
+    It starts with dummy weights and samples only after `update_weights`. One that sleeps has given back the GPU memory
+    of weights and KV cache, and wakes up for new weights.
     """
 
-    def __init__(self, model_dir: str, config: RolloutConfig, *, max_model_len: int, device: str) -> None:
+    def __init__(
+        self, model_dir: str, config: RolloutConfig, *, max_model_len: int, device: str, can_sleep: bool = False
+    ) -> None:
         weight_transfer.register()
         num_workers = config.tensor_model_parallel_size
         self._shared = weight_transfer.SharedParts() if num_workers > 1 else None
         watch = parallel.WorkerWatch() if num_workers > 1 else None
         self._version: int | None = None
+        self._asleep = False
         self._stop = config.stop
         # Shorter ones fill no block, and to forget what was never shared takes a walk over all blocks.
         self._shares_prompts = config.enable_prefix_caching and max_model_len > CPU_BLOCK_SIZE
@@ -69,6 +73,7 @@ class VllmEngine:
             # Log-probs of the distribution that is sampled from, after the temperature, as the trainer computes them.
             logprobs_mode="processed_logprobs",
             seed=0,
+            enable_sleep_mode=can_sleep,
             weight_transfer_config={"backend": weight_transfer.BACKEND},
         )
         self._llm.init_weight_transfer_engine({"init_info": {}})
@@ -85,11 +90,26 @@ class VllmEngine:
         """Load full, unsharded tensors by parameter name; `version` is the global step they belong to."""
         self._version = None
         self._drop_unfinished()
+        if self._asleep:
+            # The KV cache comes back when the parts of the weights that are on their way have gone.
+            self._llm.wake_up(tags=["weights"])
         self._llm.start_weight_update()
         for info in self._shared.of(weights) if self._shared is not None else [{"weights": weights}]:
             self._llm.update_weights({"update_info": info})
         self._llm.finish_weight_update(weight_version=str(version))
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
         self._version = version
+
+    def sleep(self) -> None:
+        """Give the GPU memory back until the next weights come; these are dropped."""
+        if self._asleep:
+            return
+        self._version = None
+        self._drop_unfinished()
+        self._llm.sleep(level=2)
+        self._asleep = True
 
     def generate(self, requests: list[Request], *, version: int, max_tokens: int, temperature: float) -> list[Response]:
         """One response per request, in order; raises as `begin` does."""

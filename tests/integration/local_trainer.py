@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,6 +81,10 @@ ENGINEERING: dict[str, list[str]] = {
     "prompts once in a token budget": [
         f"{ACTOR}.use_prefix_grouper=true", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=24",
     ],
+    "log-probs by sixes": ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=6"],
+    "engines of their own": [
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=6", "actor_rollout_ref.hybrid_engine=false",
+    ],
     "activations again": [f"{MODEL}.enable_gradient_checkpointing=true"],
     "in host memory": [
         f"{ACTOR}.fsdp_config.param_offload=true", "actor_rollout_ref.ref.fsdp_config.param_offload=true",
@@ -117,6 +121,12 @@ class LocalRanks:
     def log_probs(self, shards: Sequence[Any]) -> list[Any]:
         return [self.rank.log_probs(shards[0])]
 
+    def begin_log_probs(self, shards: Sequence[Any]) -> list[Any]:
+        return self.log_probs(shards)
+
+    def end_log_probs(self, begun: list[Any]) -> list[Any]:
+        return begun
+
     def update(self, shards: Sequence[Any], log_probs: Sequence[Any], mini_batches: Sequence[Any]) -> Any:
         metrics, old = self.rank.update(shards[0], log_probs[0], mini_batches[0])
         return metrics, [old]
@@ -135,16 +145,32 @@ class LocalEngines:
     rank: Rank
     eos_id: int
     seeds: list[int] = field(default_factory=list)
+    num_told: int = 0
+    """Responses that were told of before all were there."""
 
     def update_weights(self, _weights: Any, _version: int) -> None: ...
 
+    def sleep(self) -> None: ...
+
     @torch.no_grad()
-    def generate(self, requests: list[Request], *, max_tokens: int, **_rest: Any) -> list[Response]:
+    def generate(
+        self,
+        requests: list[Request],
+        *,
+        max_tokens: int,
+        finished: Callable[[dict[int, Response]], None] | None,
+        **_rest: Any,
+    ) -> list[Response]:
         self.seeds += [request.seed for request in requests]
         self.rank.model.eval()
         found = [self._sample(request, max_tokens) for request in requests]
         self.rank.model.reshard()  # type: ignore[operator]
         self.rank.model.train()
+        if finished is not None:
+            # The shorter ones are there first.
+            for place in sorted(range(len(found)), key=lambda place: len(found[place].token_ids)):
+                finished({place: found[place]})
+                self.num_told += 1
         return found
 
     def _sample(self, request: Request, max_tokens: int) -> Response:
@@ -217,6 +243,7 @@ def both_ways(name: str, model: str, folder: Path) -> dict[str, Any]:
         whole.step()
     found = {"whole": digest(rank), "whole_state": whole.state.to_record(NUM_ROWS), "metrics": whole.state.metrics}
     found["seeds"] = whole.parts.engines.seeds
+    found["num_told"] = whole.parts.engines.num_told
     torch.save(assemble([rank.snapshot(False).params]), folder / "weights.pt")
     dist.destroy_process_group()
 

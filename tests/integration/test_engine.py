@@ -103,6 +103,32 @@ for version in range(3):
         report["moves"].append([a.token_ids for a in answers] != [a.token_ids for a in previous])
     previous = answers
 report["refused_stale"] = refuses(99)
+
+# No CPU engine can sleep: this is the order of what is asked of vLLM, not what it does then.
+real, asked = engine._llm, []
+
+class Recorder:
+    def __getattr__(self, name):
+        return getattr(real, name)
+    def sleep(self, level):
+        asked.append(f"sleep {level}")
+    def wake_up(self, tags):
+        asked.append(f"wake {tags[0]}")
+    def start_weight_update(self):
+        asked.append("update")
+        real.start_weight_update()
+
+engine._llm = Recorder()
+engine.begin(requests, version=2, max_tokens=8, temperature=temperature)
+engine.go_on(0.0)
+engine.sleep()
+engine.sleep()
+report["refused_asleep"] = refuses(2) and not real.llm_engine.has_unfinished_requests()
+weights = {name: value.detach().numpy() for name, value in model.named_parameters()}
+engine.update_weights(weights, 2)
+report["same_after_sleep"] = ask(2) == answers
+engine.update_weights(weights, 3)
+report["asked"] = asked
 print("REPORT " + json.dumps(report))
 """
 
@@ -127,4 +153,6 @@ def test_engine_samples_from_the_weights_it_was_given(tmp_path: Path, head: str,
     assert all(report["moves"])
     assert report["alone"], "two engines that share a batch sample the same tokens as one"
     assert report["shared"] == [0] * 16 + [64] * 8, "two blocks of each long prompt are there from the rollout"
+    assert report["refused_asleep"] and report["same_after_sleep"]
+    assert report["asked"] == ["sleep 2", "wake weights", "update", "wake kv_cache", "update"]
     assert report["stopped"] > 5, "some responses have a text to stop at"

@@ -35,6 +35,14 @@ CASES = {
     "compiled": [f"{ACTOR}.use_torch_compile=true", f"{ACTOR}.use_prefix_grouper=true"],
 }  # fmt: skip
 
+WIDE = [
+    # A rollout of more than a second, so that engines tell of what is finished in the middle of it.
+    "data.train_batch_size=512", f"{ACTOR}.ppo_mini_batch_size=256", f"{ROLLOUT}.num_engines=2",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=128", "trainer.total_training_steps=6",
+    "trainer.save_freq=3", "trainer.test_freq=-1", "resume.prefer_multiple=3", "retry.delays_s=[0.2]",
+    "s3.embedded=false",
+]  # fmt: skip
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_killed_it_ends_as_the_undisturbed_run(workspace: Path, name: str):
@@ -56,3 +64,17 @@ def test_killed_it_ends_as_the_undisturbed_run(workspace: Path, name: str):
     assert all((hit.run.rollouts / file).read_bytes() == (whole.run.rollouts / file).read_bytes() for file in kept)
     report = export(final, workspace / f"{name}_export")
     assert report["loaded"] and report["num_tensors"] == 24
+
+
+@pytest.mark.parametrize("role", ["rank", "engine"])
+def test_engines_with_gpus_of_their_own_train_what_colocated_ones_do(workspace: Path, role: str):
+    """To the byte, also when a process is killed while ranks work out log-probs beside a rollout."""
+    colocated = Driver(workspace / "colocated", WIDE)
+    assert colocated.run_to_end() == 0, colocated.tail()
+    apart = Driver(workspace / f"apart_{role}", [*WIDE, "actor_rollout_ref.hybrid_engine=false"])
+    apart.start()
+    apart.wait_for_step(4)
+    apart.kill(role, 1)
+    assert apart.wait(240) == 0, apart.tail()
+    assert differences(apart.run.checkpoint(6), colocated.run.checkpoint(6)) == []
+    assert apart.rewards() == colocated.rewards()

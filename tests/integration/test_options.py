@@ -88,6 +88,14 @@ def test_host_memory_gives_the_same_bytes(results: dict[str, Any]):
     assert results["in host memory"]["whole"] == results["grpo"]["whole"]
 
 
+def test_colocated_engines_and_those_with_gpus_of_their_own_train_the_same_policy(results: dict[str, Any]):
+    """To the byte: the ranks begin on log-probs as responses come in, shorter ones first, in the same micro-batches."""
+    apart, colocated = results["engines of their own"], results["log-probs by sixes"]
+    assert apart["whole"] == colocated["whole"] == apart["resumed"]
+    assert apart["whole_state"] == colocated["whole_state"]
+    assert (apart["num_told"], colocated["num_told"]) == (32 * NUM_STEPS, 0)
+
+
 @pytest.mark.parametrize("name", ["one update after old log-probs", "one update on prompts once"])
 def test_with_one_update_its_own_forward_pass_gives_the_old_log_probs(results: dict[str, Any], folder: Path, name: str):
     assert_same_training(results, folder, name, "one update")

@@ -36,11 +36,11 @@ class FakeAttempt:
     def check(self) -> None: ...
 
 
-def config(output: Path, num_engines: int, timeout_s: float) -> RunConfig:
+def config(output: Path, num_engines: int, timeout_s: float, *more: str) -> RunConfig:
     return load("quickstart", [
         f"trainer.output_dir={output}", f"trainer.n_gpus_per_node={NUM_GPUS}", f"timeouts.start_s={timeout_s}",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        f"actor_rollout_ref.rollout.num_engines={num_engines}",
+        f"actor_rollout_ref.rollout.num_engines={num_engines}", *more,
     ])  # fmt: skip
 
 
@@ -87,3 +87,23 @@ def test_engines_see_the_gpus_of_their_ranks(books: None, tmp_path: Path):
 
     with pytest.raises(FencedError):
         placement.Placement.reserve(config(tmp_path, num_engines=3, timeout_s=60), fenced)
+
+
+@pytest.mark.parametrize(("size", "num_engines"), [(2, 1), (1, 2)])
+def test_engines_that_do_not_share_have_gpus_that_no_rank_sees(
+    books: None, tmp_path: Path, size: int, num_engines: int
+):
+    """Two ranks with a GPU each; one engine over the other two, or two engines with one each."""
+    import ray
+
+    attempt: Any = FakeAttempt()
+    run_config = config(
+        tmp_path, num_engines, 60, "actor_rollout_ref.hybrid_engine=false", "trainer.n_gpus_per_node=2",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}",
+    )  # fmt: skip
+    cluster = Cluster(run_config, RunDir.at(tmp_path), attempt, "cuda")
+    cluster.start()
+    actors = [cluster.rank() for _ in range(2)] + [cluster.engine(index) for index in range(num_engines)]
+    sees = ray.get([actor.gpus.remote() for actor in actors], timeout=60)
+    assert sorted(gpu for seen in sees for gpu in seen.split(",")) == ["0", "1", "2", "3"]
+    assert [len(seen.split(",")) for seen in sees] == [1, 1] + [size] * num_engines

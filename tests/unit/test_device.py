@@ -1,4 +1,4 @@
-"""What a device needs before anything starts: a compiler for torch.compile."""
+"""What a device needs before anything starts: a compiler for torch.compile, as many GPUs as are asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from keepstep.actor.environment import rank_environment
 from keepstep.config.load import load
 from keepstep.config.schema import RunConfig
 from keepstep.errors import ConfigError
-from keepstep.preflight.device import check_device
+from keepstep.preflight import device
+from keepstep.preflight.device import check_device, num_gpus
 
 COMPILED = "actor_rollout_ref.actor.use_torch_compile=true"
 
@@ -57,7 +58,35 @@ def test_who_does_not_compile_needs_no_compiler(compiled: RunConfig):
     check_device(load("quickstart"))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_compiler_of_a_rank_starts_no_processes_of_its_own(device: str):
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_compiler_of_a_rank_starts_no_processes_of_its_own(kind: str):
     """Nobody would record them, or end them with their rank."""
-    assert rank_environment(device)["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+    assert rank_environment(kind)["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with three GPUs."""
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(device, "_CUDA_CONTROL", tmp_path / "nvidiactl")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+APART = ["trainer.device=cuda", "actor_rollout_ref.hybrid_engine=false", "trainer.n_gpus_per_node=1"]
+
+
+def test_engines_of_their_own_need_gpus_of_their_own(gpus: None, monkeypatch: pytest.MonkeyPatch):
+    check_device(load("quickstart", APART))
+    tensor_parallel = [*APART, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    check_device(load("quickstart", tensor_parallel))
+    with pytest.raises(ConfigError, match=r"of their own, 1 \+ 2 \* 2, and this machine has 3\."):
+        check_device(load("quickstart", [*tensor_parallel, "actor_rollout_ref.rollout.num_engines=2"]))
+    # A cluster's GPUs are Ray's to count.
+    check_device(load("quickstart", [
+        *tensor_parallel, "actor_rollout_ref.rollout.num_engines=2", "ray.address=http://head:8265",
+    ]))  # fmt: skip
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert num_gpus() == 1
+    with pytest.raises(ConfigError, match="this machine has 1"):
+        check_device(load("quickstart", APART))

@@ -31,6 +31,7 @@ class Engine:
             remote=lambda requests, version, *_: self._call("generate", (requests, version))
         )
         self.update_weights = SimpleNamespace(remote=lambda weights, version: self._call("update", (weights, version)))
+        self.sleep = SimpleNamespace(remote=lambda: self._call("sleep", None))
 
     def _call(self, kind: str, arguments: Any) -> tuple[Engine, str, Any]:
         number = sum(entry[0] == kind for entry in self.calls)
@@ -69,8 +70,8 @@ class FakeRecovery:
         return "weights"
 
 
-def group(*engines: Engine, recovery: FakeRecovery | None = None) -> EngineGroup:
-    found = EngineGroup(list(engines), FakeSupervisor(), TimeoutConfig())  # type: ignore[arg-type]
+def group(*engines: Engine, recovery: FakeRecovery | None = None, can_sleep: bool = False) -> EngineGroup:
+    found = EngineGroup(list(engines), FakeSupervisor(), TimeoutConfig(), can_sleep=can_sleep)  # type: ignore[arg-type]
     found.recovery = recovery
     return found
 
@@ -97,6 +98,18 @@ def test_a_weight_sync_brings_its_own_weights():
     engines.update_weights("new weights", 8)
     assert recovery.started[0].calls == [("update", ("new weights", 8))]
     assert recovery.num_gathered == 0
+
+
+def test_engines_sleep_where_they_were_built_to_and_a_new_one_as_well():
+    """It needs no weights for that: the next ones wake it up."""
+    awake = Engine()
+    group(awake).sleep()
+    assert awake.calls == []
+    recovery = FakeRecovery()
+    lost, other = Engine({("sleep", 0)}), Engine()
+    group(lost, other, recovery=recovery, can_sleep=True).sleep()
+    assert recovery.started[0].calls == [("sleep", None)]
+    assert other.calls == [("sleep", None)] * 2 and recovery.num_gathered == 0
 
 
 def test_the_budget_ends_it():

@@ -48,7 +48,9 @@ def test_a_hung_engine_is_ended_with_its_workers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cluster, "engine", lambda index: actor)
     monkeypatch.setattr(supervisor, "gather", lambda calls, timeout_s, what: [identity])
     monkeypatch.setattr(workforce_module.ray, "kill", lambda actor: None)
-    workforce = Workforce(cluster, supervisor, specs=[], model_dir="", max_model_len=1, num_engines=1, timeout_s=1)
+    workforce = Workforce(
+        cluster, supervisor, specs=[], model_dir="", max_model_len=1, num_engines=1, engines_sleep=False, timeout_s=1
+    )
     workforce.start_engine(0)
     assert workforce.engine(0) is actor
     assert attempt.recorded == [
