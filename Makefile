@@ -34,7 +34,7 @@ run: setup  ## the main job: the quickstart, or where it was left
 test: setup  ## everything that CI runs
 	@status=0; \
 	$(BIN)/python -m pytest -n 2 tests/unit tests/architecture $(ARGS) || status=$$?; \
-	$(BIN)/python -m pytest tests/integration tests/browser $(ARGS) || status=$$?; \
+	$(BIN)/python -m pytest tests/integration tests/browser --durations=40 $(ARGS) || status=$$?; \
 	exit $$status
 
 test-unit: setup  ## minutes, on two cores
