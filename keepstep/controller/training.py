@@ -111,7 +111,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
 
 
 def check_nodes(session: Session) -> None:
-    """The shared folder and the clock on every node of a cluster, before a rank starts; ports and memory are told.
+    """Shared folder, clock and compiler on every node of a cluster, before a rank starts; ports and memory are told.
 
     Raises:
         ConfigError: what a node says, with its name.
@@ -121,7 +121,7 @@ def check_nodes(session: Session) -> None:
     checks = on_each_node(node.request(session.config, session.run))
     session.events.emit("nodes_checked", checks=[check.to_record() for check in checks])
     for check in checks:
-        if check.status == FAIL and check.id in ("shared_folder", "clock", "node_clock"):
+        if check.status == FAIL and check.id in ("shared_folder", "clock", "node_clock", "compiler"):
             raise ConfigError(f"{check.node}: {check.sentence}", check.remedy)
         if check.status == FAIL:
             # Perhaps what a killed attempt left there is still dying, or no worker of ours will stand there.

@@ -6,7 +6,7 @@
 | told | the settings that config.yaml or a log tells of, where the run's record is lost or foreign |
 | lease | nobody else trains this run |
 | processes | what earlier attempts left running, by their own records |
-| port, gpu_memory, shared_folder, clock | on every node of the job (`preflight.node`) |
+| port, gpu_memory, shared_folder, clock, compiler | on every node of the job (`preflight.node`) |
 | store_writes | the store takes an object, refuses a second under the same key, and gives it back |
 | reward_sample | the reward function scores the first row, within a time limit, in a process of its own |
 | export | config, generation config and tokenizer of the model load and can be written out |

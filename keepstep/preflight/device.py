@@ -34,7 +34,7 @@ def check_device(config: RunConfig) -> None:
     """
     device = resolve_device(config.trainer.device)
     if config.actor_rollout_ref.actor.use_torch_compile:
-        _check_compiler(device)
+        check_compiler(device)
     if device == "cpu":
         return
     size, there = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
@@ -75,8 +75,12 @@ def num_gpus() -> int:
     return sum(path.name.removeprefix("nvidia").isdigit() for path in _CUDA_CONTROL.parent.glob("nvidia*"))
 
 
-def _check_compiler(device: str) -> None:
-    """torch.compile writes C++ on the CPU, and C that launches kernels on a GPU; both are compiled against Python."""
+def check_compiler(device: str) -> None:
+    """torch.compile writes C++ on the CPU, and C that launches kernels on a GPU; both are compiled against Python.
+
+    Raises:
+        ConfigError: no compiler is here, or no header of Python.
+    """
     setting = "actor_rollout_ref.actor.use_torch_compile=true"
     variable, usual = ("CXX", ("g++",)) if device == "cpu" else ("CC", ("gcc", "clang"))
     names = (os.environ[variable],) if os.environ.get(variable) else usual

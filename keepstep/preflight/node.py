@@ -1,4 +1,4 @@
-"""What is checked on every node of the job: ports, GPU memory, the shared folder, the clock. Light.
+"""What is checked on every node of the job: ports, GPU memory, the shared folder, the clock, a compiler. Light.
 
 `answers` runs where it is called: here, or through Ray on each node. It takes and gives plain data.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from keepstep.config.schema import RunConfig
 from keepstep.errors import ConfigError, KeepstepError
-from keepstep.preflight.device import resolve_device
+from keepstep.preflight.device import check_compiler, resolve_device
 from keepstep.preflight.folder import existing_parent
 from keepstep.preflight.port import check_port, holder_of
 from keepstep.processes import hostname
@@ -49,6 +49,8 @@ class Request:
     """The run's folder, or the nearest that exists above it."""
     max_skew_s: float
     """Above it leases of other hosts are judged wrongly."""
+    compiles: bool = False
+    """Whether its ranks run through torch.compile."""
     token: str = ""
     """A file of this name was written into `folder` by the node that asks; empty: there is no other node."""
 
@@ -61,12 +63,15 @@ def request(config: RunConfig, run: RunDir) -> Request:
         memory_share=config.actor_rollout_ref.rollout.gpu_memory_utilization,
         folder=str(existing_parent(run.root)),
         max_skew_s=config.retry.lease_timeout_s / 2,
+        compiles=config.actor_rollout_ref.actor.use_torch_compile,
     )
 
 
 def answers(asked: Request) -> list[Answer]:
     """One record per check, as `checks.Check` takes it."""
-    made = (("port", _port), ("gpu_memory", _gpu_memory), ("shared_folder", _shared_folder), ("clock", _clock))
+    made = [("port", _port), ("gpu_memory", _gpu_memory), ("shared_folder", _shared_folder), ("clock", _clock)]
+    if asked.compiles:
+        made.append(("compiler", _compiler))
     return [answer_of(name, partial(check, asked)) for name, check in made]
 
 
@@ -151,6 +156,11 @@ def _clock(asked: Request) -> tuple[str, str]:
     stamped = probe.stat().st_mtime
     probe.unlink()
     return judge_clock(before, stamped, time.time(), f"the filesystem of {asked.folder}", asked.max_skew_s)
+
+
+def _compiler(asked: Request) -> tuple[str, str]:
+    check_compiler(asked.device)
+    return "ok", "a compiler and Python's headers are here"
 
 
 def judge_clock(asked_s: float, said_s: float, answered_s: float, other: str, max_skew_s: float) -> tuple[str, str]:

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ import pytest
 from keepstep.attempts import MARK_VARIABLE, leftovers, mark
 from keepstep.cli.main import main
 from keepstep.config.load import to_dotted
-from keepstep.errors import EXIT_CONTRACT, EXIT_DATA, EXIT_HELD, ContractError, NoProgressError
+from keepstep.controller import nodes, training
+from keepstep.errors import EXIT_CONTRACT, EXIT_DATA, EXIT_HELD, ConfigError, ContractError, NoProgressError
 from keepstep.preflight import checks, node
 from keepstep.preflight.checks import FAIL, OK, SKIPPED, WARN, Check, examine, exit_code, refusal
 from keepstep.preflight.foreign_log import settings_in
@@ -244,6 +246,21 @@ def test_a_folder_that_other_nodes_do_not_see(standing: Standing):
     assert found["status"] == FAIL and str(standing.run.root) in found["sentence"]
     (standing.run.root / ".token").touch()
     assert answer(asked, "shared_folder")["status"] == OK
+
+
+def test_a_node_without_a_compiler(standing: Standing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Asked for only where ranks compile; an attempt on a cluster names the node and starts nothing."""
+    assert "compiler" not in [found["id"] for found in node.answers(request(standing))]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    found = answer(request(standing, compiles=True), "compiler")
+    assert found["status"] == FAIL and "no g++ here" in found["sentence"] and "apt-get install g++" in found["remedy"]
+    session: Any = SimpleNamespace(
+        config=standing.config(), run=standing.run, events=SimpleNamespace(emit=lambda *_, **__: None)
+    )
+    monkeypatch.setattr(nodes, "on_each_node", lambda asked: [Check(**(found | {"node": "gpu-3"}))])
+    with pytest.raises(ConfigError, match=r"^gpu-3: .* no g\+\+ here"):
+        training.check_nodes(session)
 
 
 @pytest.mark.parametrize(
