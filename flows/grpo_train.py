@@ -29,12 +29,12 @@ from prefect.states import Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.form import TrainingForm
+from keepstep.attempts import FLOW_RUN_VARIABLE
 from keepstep.checkpoint.inventory import goes_to_store
 from keepstep.cli.doctor_command import describe as describe_run
 from keepstep.cli.progress import ProgressPrinter, describe
 from keepstep.config.load import as_overrides, load
 from keepstep.config.schema import RunConfig
-from keepstep.controller.launch import FLOW_RUN_VARIABLE
 from keepstep.doctor.evidence import gather, is_run
 from keepstep.doctor.rules import examine
 from keepstep.errors import CheckpointError, HeldError, KeepstepError, WorkerDiedError

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.errors import FencedError, HeldError
+from keepstep.events.log import read_jsonl
 from keepstep.processes import ProcessRef, boot_id, hostname, marked, terminate
 from keepstep.run import RunDir, create_exclusive, read_json, write_json
 
@@ -30,6 +31,8 @@ logger = logging.getLogger("keepstep")
 
 Record = dict[str, Any]
 MARK_VARIABLE = "KEEPSTEP_ATTEMPT"
+FLOW_RUN_VARIABLE = "KEEPSTEP_FLOW_RUN"
+"""The name of the flow run: in the flow's process, and in the trainer's that it starts."""
 SHARED_ROLES = ("flow", "object-store", "prefect-server")
 
 
@@ -59,12 +62,14 @@ def judge(
     lease_timeout_s: float,
     flow_heartbeat: float | None = None,
     starter: ProcessRef | None = None,
+    flow_run: str | None = None,
 ) -> Claim:
     """Decide whether a new attempt may take over from the newest recorded one. Pure: everything is handed in.
 
     Args:
         flow_heartbeat: when the flow of that attempt was last heard of; None: it never was.
         starter: the flow that starts the new attempt.
+        flow_run: name of the flow run that started that attempt.
     """
     if record is None:
         return Claim("free", "no earlier attempt")
@@ -93,7 +98,7 @@ def judge(
     silence_s = now - flow_heartbeat if flow.host != host and flow_heartbeat is not None else 0.0
     if silence_s > lease_timeout_s:
         return Claim("orphan", f"{trainer} outlived its flow on {flow.host}, silent for {silence_s:.0f} s")
-    starter_name = f"flow run {flow.name}, " if flow.name else ""
+    starter_name = f"flow run {flow_run}, " if flow_run else ""
     return Claim("held", f"{held}, started by {starter_name}process {flow.pid} on {flow.host}")
 
 
@@ -117,7 +122,21 @@ def claim(run: RunDir, number: int, lease_timeout_s: float, starter: ProcessRef 
         lease_timeout_s=lease_timeout_s,
         flow_heartbeat=flow_heartbeat(run, number),
         starter=starter,
+        flow_run=flow_run_of(run, number),
     )
+
+
+def flow_run_of(run: RunDir, number: int) -> str | None:
+    """Name of the flow run that started attempt `number`, as its first event tells; None: none did, or it is not told.
+
+    The record of an attempt names processes alone.
+    """
+    try:
+        started = list(read_jsonl(run.events, containing=b'"attempt_started"'))
+    except OSError:
+        # A name that cannot be read is no reason to refuse a start.
+        return None
+    return next((event.get("flow_run") for event in started if event.get("attempt") == number), None)
 
 
 def flow_heartbeat(run: RunDir, number: int) -> float | None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 POLL_S = 0.05
@@ -48,8 +48,6 @@ class ProcessRef:
     start_time: int
     host: str
     rank: int | None = None
-    name: str | None = field(default=None, compare=False)
-    """What a person knows it by: of a flow, its flow run's name."""
 
     @classmethod
     def of(cls, pid: int, role: str, rank: int | None = None) -> ProcessRef | None:
@@ -65,7 +63,7 @@ class ProcessRef:
     @classmethod
     def from_record(cls, record: dict) -> ProcessRef:
         role, pid, started, host = (record[name] for name in ("role", "pid", "start_time", "host"))
-        return cls(role, pid, started, host, record.get("rank"), record.get("name"))
+        return cls(role, pid, started, host, record.get("rank"))
 
     def to_record(self) -> dict:
         return asdict(self)

@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
 from keepstep import attempts, errors
@@ -33,8 +33,6 @@ from keepstep.run import RunDir
 EVENT_PREFIX = "KEEPSTEP_EVENT "
 CONFIG_VARIABLE = "KEEPSTEP_CONFIG_JSON"
 FLOW_VARIABLE = "KEEPSTEP_FLOW_PROCESS"
-FLOW_RUN_VARIABLE = "KEEPSTEP_FLOW_RUN"
-"""In the flow's own process: the name of its flow run."""
 TERMINAL_EVENTS = ("finished", "failed", "preempted", "fenced")
 POLL_S = 0.2
 JOB_POLL_S = 1.0
@@ -148,14 +146,14 @@ class _Silence:
 
 def _variables(config: RunConfig) -> dict[str, str]:
     """What the trainer must know: its configuration, and whose child it is."""
-    flow = replace(ProcessRef.current("flow"), name=os.environ.get(FLOW_RUN_VARIABLE))
+    flow_run = os.environ.get(attempts.FLOW_RUN_VARIABLE)
     return {
         # Ray kills a stopped job after 3 s unless told otherwise; it needs its grace to save.
         "RAY_JOB_STOP_WAIT_TIME_S": str(int(config.retry.term_grace_s) + 15),
         # Only what was stated: a message about a changed setting says whether it was given or is the default.
         CONFIG_VARIABLE: config.model_dump_json(exclude_unset=True),
-        FLOW_VARIABLE: json.dumps(flow.to_record()),
-    }
+        FLOW_VARIABLE: json.dumps(ProcessRef.current("flow").to_record()),
+    } | ({attempts.FLOW_RUN_VARIABLE: flow_run} if flow_run else {})
 
 
 def _pass_on_stop(process: subprocess.Popen[str], stop: threading.Event, grace_s: float) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import keepstep
 from keepstep import reaper, waivers
-from keepstep.attempts import MARK_VARIABLE, Attempt, end_attempt, mark
+from keepstep.attempts import FLOW_RUN_VARIABLE, MARK_VARIABLE, Attempt, end_attempt, mark
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.digest import FileDigest
 from keepstep.checkpoint.inventory import waiting_steps
@@ -268,8 +268,13 @@ class Session:
             logger.info("check %s: %s", check, sentence)
         for warning in self.start.warnings:
             logger.warning(warning)
-        seed = self.config.trainer.seed
-        self.events.emit("attempt_started", total_steps=self.start.total_steps, seed=seed, checked=self.start.checked)
+        self.events.emit(
+            "attempt_started",
+            total_steps=self.start.total_steps,
+            seed=self.config.trainer.seed,
+            checked=self.start.checked,
+            flow_run=os.environ.get(FLOW_RUN_VARIABLE),
+        )
 
     def _take_up(self) -> ResumePlan:
         """Act on the plan: set aside what failed its verification, fetch the choice from the store if need be."""

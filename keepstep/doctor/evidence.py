@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from keepstep.attempts import Claim, flow_heartbeat, judge
+from keepstep.attempts import Claim, flow_heartbeat, flow_run_of, judge
 from keepstep.processes import ProcessRef, boot_id, hostname
 from keepstep.run import RunDir
 
@@ -320,8 +320,9 @@ def _claim(
     try:
         heard = flow_heartbeat(run, record["attempt"]) if record else None
         return judge(
-            record, alive=alive, now=now, host=host, boot=boot, lease_timeout_s=timeout_s, flow_heartbeat=heard
-        )
+            record, alive=alive, now=now, host=host, boot=boot, lease_timeout_s=timeout_s, flow_heartbeat=heard,
+            flow_run=flow_run_of(run, record["attempt"]) if record else None,
+        )  # fmt: skip
     except (KeyError, TypeError, AttributeError, ValueError):
         return Claim("unknown", "the newest attempt's record is not whole")
 

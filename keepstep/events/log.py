@@ -52,13 +52,15 @@ class EventLog:
         os.close(self._fd)
 
 
-def read_jsonl(path: Path) -> Iterator[Event]:
-    """Every whole line of a JSONL file; torn lines are skipped, a missing file is empty."""
+def read_jsonl(path: Path, containing: bytes = b"") -> Iterator[Event]:
+    """Every whole line of a JSONL file that has these bytes; torn lines are skipped, a missing file is empty."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return
     for line in data.split(b"\n"):
+        if containing not in line:
+            continue
         try:
             record = json.loads(line)
         except ValueError:

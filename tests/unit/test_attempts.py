@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from keepstep.attempts import Attempt, check_fence, end_attempt, judge
+from keepstep.attempts import Attempt, check_fence, end_attempt, flow_run_of, judge
 from keepstep.errors import FencedError, HeldError
+from keepstep.events.log import EventLog
 from keepstep.processes import ProcessRef, start_time
 from keepstep.run import RunDir, read_json, write_json
 
@@ -39,13 +40,27 @@ def owner(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_holder_is_named_as_people_know_it():
-    by_schedule = record(processes=[flow() | {"name": "brave-otter"}])
-    claim = judge(by_schedule, alive=lambda _: True, now=NOW, host=HOST, boot=BOOT, lease_timeout_s=90)
+    held = record(processes=[flow()])
+    known: dict[str, Any] = {
+        "alive": lambda _: True, "now": NOW, "host": HOST, "boot": BOOT, "lease_timeout_s": 90
+    }  # fmt: skip
+    claim = judge(held, **known, flow_run="brave-otter")
     assert claim.reason == (
         f"attempt 3 runs on this host as process {OWNER}, started by flow run brave-otter, process {FLOW} on {HOST}"
     )
-    claim = judge(record(processes=[flow()]), alive=lambda _: True, now=NOW, host=HOST, boot=BOOT, lease_timeout_s=90)
+    claim = judge(held, **known)
     assert claim.reason.endswith(f", started by process {FLOW} on {HOST}")
+
+
+def test_the_name_of_a_flow_run_is_told_by_the_first_event_of_its_attempt(tmp_path: Path):
+    run = RunDir.at(tmp_path)
+    assert flow_run_of(run, 1) is None
+    for number, fields in ((1, {"flow_run": "brave-otter"}), (2, {}), (3, {"flow_run": "calm-heron"})):
+        log = EventLog(run.events, number)
+        log.emit("attempt_started", **fields)
+        log.emit("step", step=number)
+        log.close()
+    assert [flow_run_of(run, number) for number in (1, 2, 3, 4)] == ["brave-otter", None, "calm-heron", None]
 
 
 @pytest.mark.parametrize(
