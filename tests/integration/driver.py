@@ -57,6 +57,7 @@ class Driver:
         try:
             return self.process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
+            self._end()
             raise AssertionError(f"{self.output_dir.name}: no end within {timeout_s} s\n{self.tail()}") from None
 
     def run_to_end(self, timeout_s: float = 240) -> int:
@@ -139,6 +140,12 @@ class Driver:
         assert self.process is not None
         self.process.kill()
         self.process.wait(timeout=30)
+
+    def _end(self) -> None:
+        """Kill the command, also where it runs below `make`; a test that has failed leaves no run behind."""
+        for flow in self.processes("flow"):
+            self.kill_process(flow)
+        self.kill_command()
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else "(no output)"
