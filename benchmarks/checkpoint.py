@@ -235,7 +235,7 @@ class Bench:
             resumed_step=None,
         )  # fmt: skip
         writers = FullWriter(self.writer, host, self.supervisor)
-        return Saver(context, self.attempt, self.events, self.supervisor, None, lambda: writers, writers)
+        return Saver(context, self.attempt, self.events, None, lambda: writers, writers)
 
 
 def measure_saves(bench: Bench) -> dict[str, Any]:

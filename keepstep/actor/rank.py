@@ -54,8 +54,8 @@ class RankSpec:
     max_response_length: int
     needs_reference: bool
     needs_old_log_probs: bool
-    frees_memory: bool = False
-    """Its GPU is an engine's as well, which wakes up for the weights: what no tensor holds is given back before."""
+    engines_sleep: bool
+    """The GPU is an engine's as well, which wakes up for the weights: what no tensor holds is given back before."""
 
     @property
     def layout(self) -> Layout:
@@ -256,7 +256,7 @@ class Rank:
     def full_weights(self) -> dict[str, np.ndarray] | None:
         """The whole policy by parameter name on rank 0, None elsewhere."""
         weights = {name: full.cpu().numpy() for name, full in lora.merged(self.model)}
-        if self.spec.frees_memory:
+        if self.spec.engines_sleep:
             torch.cuda.empty_cache()
         return weights if self.spec.rank == 0 else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PREFER_MULTIPLE, LATEST = "prefer_multiple", "latest"
+LATEST = "latest"
 
 
 @dataclass(frozen=True, order=True)

@@ -30,17 +30,24 @@ from keepstep.errors import no_room_cause
 Tensors = Mapping[str, torch.Tensor]
 
 
+def listen(host: str) -> dist.TCPStore:
+    """The meeting place of the writers, on a free port: one that is only looked up may be taken before it is used."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+
 class ShardWriter:
     """One of the writers that save together; they meet in a process group of their own."""
 
-    def __init__(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{host}:{port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
+    def __init__(
+        self, host: str, port: int, rank: int, world_size: int, timeout_s: float, store: dist.TCPStore | None = None
+    ) -> None:
+        """
+        Args:
+            store: what `listen` opened at host:port, for the first of them.
+        """
+        timeout = datetime.timedelta(seconds=timeout_s)
+        store = store or dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         self._mesh = init_device_mesh("cpu", (world_size,))
 
     def write(self, folder: Path, snapshot: RankSnapshot, reference: ReferenceSnapshot | None) -> Written:

@@ -460,6 +460,11 @@ class RunConfig(Section):
         fixed = not self.actor_rollout_ref.actor.use_dynamic_bsz and not self.algorithm.filter_groups.enable
         return asked and fixed and not self.actor_rollout_ref.hybrid_engine
 
+    def engines_sleep(self, device: str) -> bool:
+        """Whether engines give GPU memory back while ranks train on the same GPUs; `device` is `cpu` or `cuda`."""
+        rollout = self.actor_rollout_ref.rollout
+        return device == "cuda" and self.actor_rollout_ref.hybrid_engine and rollout.free_cache_engine
+
     @property
     def has_reference(self) -> bool:
         """Whether a reference is held, and saved, beside the policy; with adapters the policy without them is it."""

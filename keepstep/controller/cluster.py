@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from keepstep.actor.environment import rank_environment
 from keepstep.attempts import Attempt
 from keepstep.config.schema import RunConfig
-from keepstep.controller.placement import Placement
+from keepstep.controller.placement import Placement, bundles
 from keepstep.controller.workers import EngineWorker, RankWorker, Worker, WriterWorker
 from keepstep.errors import NoProgressError
 from keepstep.processes import ProcessRef, descendants
@@ -34,13 +34,16 @@ LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-RANK_GPU_SHARE, ENGINE_GPU_SHARE = 0.6, 0.4
-"""Of a GPU, in Ray's books, where ranks and engines share them: a rank and an engine do, two ranks never."""
 
 
 def temp_dir(run: RunDir, attempt: int) -> Path:
     """Ray's session folder. Its path must be short: a socket's path holds 107 bytes."""
     return Path("/tmp") / f"keepstep-{hashlib.sha256(str(run.root).encode()).hexdigest()[:8]}-{attempt}"
+
+
+def num_cpus(config: RunConfig) -> int:
+    """What a local Ray counts: each rank and each worker of an engine asks for one, spares as well. Pure."""
+    return sum(bundle["CPU"] for bundle in bundles(config)) * (2 if config.recovery.warm_spare else 1)
 
 
 class Cluster:
@@ -56,16 +59,16 @@ class Cluster:
         self._node_of: dict[str, str] = {}
         self._environment: dict[str, str] = {}
         self._placement: Placement | None = None
-        """None: Ray finds an engine its GPU, as it does a rank."""
+        """None on CPUs."""
 
     def start(self) -> None:
-        """Connect to Ray, starting a local one unless a cluster is given, and have the GPUs that belong together.
+        """Connect to Ray, starting a local one unless a cluster is given, and have the GPUs.
 
         Raises:
             NoProgressError: Ray does not start, or does not have them in time.
         """
         self._connect()
-        if self._device == "cuda" and self._config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1:
+        if self._device == "cuda":
             self._placement = Placement.reserve(self._config, self._attempt.check)
 
     def _connect(self) -> None:
@@ -88,26 +91,22 @@ class Cluster:
         self.record_services()
 
     def _start_local(self) -> None:
-        rollout = self._config.actor_rollout_ref.rollout
-        num_workers = rollout.num_engines * rollout.tensor_model_parallel_size
         ray.init(
             address="local",
             include_dashboard=False,
             _temp_dir=str(self._temp_dir),
             # A logical count: each rank and each worker of an engine asks for one, whatever the machine has.
-            num_cpus=(max(self._config.world_size, num_workers) + num_workers)
-            * (2 if self._config.recovery.warm_spare else 1),
+            num_cpus=num_cpus(self._config),
             object_store_memory=self._config.ray.object_store_bytes,
             log_to_driver=False,
             # Every actor needs an environment of its own, so workers started in advance would never be used.
             _system_config={"prestart_worker_first_driver": False},
         )
 
-    def rank(self) -> Any:
+    def rank(self, rank: int) -> Any:
         """A process for a rank, to be built."""
-        options = {} if self._placement is None else self._placement.rank_options()
-        gpus = RANK_GPU_SHARE if self._config.actor_rollout_ref.hybrid_engine else 1
-        return self._actor(RankWorker, rank_environment(self._device), gpus=gpus, **options).remote()
+        options = {} if self._placement is None else self._placement.rank_options(rank)
+        return self._actor(RankWorker, rank_environment(self._device), **options).remote()
 
     def engine(self, index: int) -> Any:
         """A process for engine `index`, to be built."""
@@ -117,14 +116,13 @@ class Cluster:
         if self._placement is not None:
             options |= self._placement.engine_options(index)
             environment |= self._placement.engine_environment(index)
-        gpus = ENGINE_GPU_SHARE if self._config.actor_rollout_ref.hybrid_engine else 1
-        return self._actor(EngineWorker, environment, gpus=gpus, **options).remote(rollout, self._device)
+        return self._actor(EngineWorker, environment, **options).remote(rollout, self._device)
 
     def writer(self, node_id: str) -> Any:
         """A writer on this node. It asks for no core of its own: it works behind the others."""
         pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": pinned}
-        return self._actor(WriterWorker, {"OMP_NUM_THREADS": "1"}, gpus=0, **options).remote()
+        return self._actor(WriterWorker, {"OMP_NUM_THREADS": "1"}, **options).remote()
 
     def own_node_id(self) -> str:
         """The node of this process, where a run's folder is read back."""
@@ -169,8 +167,7 @@ class Cluster:
         if self._local:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
 
-    def _actor(self, worker: type[Worker], environment: dict[str, str], gpus: float, **options: Any) -> Any:
-        num_gpus = gpus if self._device == "cuda" else 0
+    def _actor(self, worker: type[Worker], environment: dict[str, str], **options: Any) -> Any:
         variables = self._environment | environment
-        settings = {"num_cpus": 1, "num_gpus": num_gpus, "max_restarts": 0, "runtime_env": {"env_vars": variables}}
+        settings = {"num_cpus": 1, "num_gpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables}}
         return ray.remote(worker).options(**(settings | options))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
+import ray
 
 from keepstep.actor.batch import Batch
 from keepstep.config.schema import TimeoutConfig
@@ -85,14 +86,21 @@ class RankGroup:
         return found
 
     def log_probs(self, shards: Sequence[Batch]) -> list[dict[str, np.ndarray]]:
-        return self.end_log_probs(self.begin_log_probs(shards))
+        return self.end_log_probs([self.begin_log_probs(shards)])[0]
 
     def begin_log_probs(self, shards: Sequence[Batch]) -> list[Any]:
-        """Have the ranks work; what comes back is for `end_log_probs`."""
+        """Have the ranks work; what comes back is for the two below."""
         return [actor.log_probs.remote(shard) for actor, shard in zip(self.actors, shards, strict=True)]
 
-    def end_log_probs(self, begun: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-        return self._step("log-probs", lambda _, rank: begun[rank])
+    def have_log_probs(self, begun: list[Any]) -> bool:
+        """Whether all ranks have answered, or failed; does not wait."""
+        return len(ray.wait(begun, num_returns=len(begun), timeout=0)[0]) == len(begun)
+
+    def end_log_probs(self, begun: Sequence[list[Any]]) -> list[list[dict[str, np.ndarray]]]:
+        """Answers to each of `begun`, by rank, all within one time limit."""
+        calls = [(f"rank {rank}", reference) for asked in begun for rank, reference in enumerate(asked)]
+        answers = iter(self._supervisor.gather(calls, self._timeouts.step_s, "log-probs"))
+        return [[next(answers) for _ in asked] for asked in begun]
 
     def update(
         self, shards: Sequence[Batch], log_probs: Sequence[Any], mini_batches: Sequence[Any]
@@ -149,10 +157,10 @@ class EngineGroup:
     """
 
     def __init__(
-        self, actors: list[Any], supervisor: Supervisor, timeouts: TimeoutConfig, *, can_sleep: bool = False
+        self, actors: list[Any], supervisor: Supervisor, timeouts: TimeoutConfig, *, sleep: bool = False
     ) -> None:
         self.actors = actors
-        self._can_sleep = can_sleep
+        self._sleep = sleep
         self.recovery: EngineRecovery | None = None
         """None: the death of an engine is the caller's matter."""
         self._supervisor = supervisor
@@ -174,7 +182,7 @@ class EngineGroup:
             calls = self._calls(lambda actor, _: actor.sleep.remote())
             self._supervisor.gather(calls, self._timeouts.step_s, "putting the engines to sleep")
 
-        if self._can_sleep:
+        if self._sleep:
             self._reviving(sleep)
 
     def generate(

@@ -1,9 +1,13 @@
-"""Which GPUs a tensor-parallel engine computes on.
+"""Which GPUs ranks and engines compute on.
 
-Ray gives an actor whole GPUs or a share of one, never shares of several. So the GPUs are reserved by a placement group:
-each of its bundles is as many GPUs of one node as an engine has workers. An engine stands in its own bundle, asks for
-no GPU, and is told by its environment which ones the bundle holds; ranks that share them take their part in the
-bundles, others stand outside. Its workers are processes below it, as on a CPU.
+Left to itself Ray packs shares of GPUs as tightly as they go: two engines on one GPU, and no place for a rank. So all
+GPUs are reserved at once by a placement group, in bundles that are each of one node: one per engine, of as many GPUs as
+it divides the model over. Ranks that share these stand in the same bundles, one to a GPU; others have bundles of their
+own.
+
+Ray gives an actor whole GPUs or a share of one, never shares of several. So an engine over several asks for none, and
+is told by its environment which ones its bundle holds, beside the ranks that have them as well. Its workers are
+processes below it, as on a CPU.
 """
 
 from __future__ import annotations
@@ -24,30 +28,38 @@ POLL_S = 1.0
 SIZE_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
+RANK_GPU_SHARE, ENGINE_GPU_SHARE = 0.6, 0.4
+"""Of a GPU, in Ray's books, where a rank and an engine share it."""
+
+
 @dataclass(frozen=True)
 class Bundle:
-    """What the placement group holds for one engine."""
+    """What the placement group holds for one engine, or for one rank."""
 
     node_id: str
     gpus: tuple[str, ...]
 
 
-def bundles(config: RunConfig) -> list[dict[str, float]]:
-    """What is asked of Ray, a bundle per engine and as many as the ranks need that share them. Pure."""
-    rollout = config.actor_rollout_ref.rollout
-    size = rollout.tensor_model_parallel_size
-    num_shared = -(-config.world_size // size) if config.actor_rollout_ref.hybrid_engine else 0
-    count = max(num_shared, rollout.num_engines)
-    return [{"GPU": size, "CPU": size * (2 if index < rollout.num_engines else 1)} for index in range(count)]
+def bundles(config: RunConfig) -> list[dict[str, int]]:
+    """What is asked of Ray, in order of the engines; on a CPU its cores alone count. Pure."""
+    rollout, num_ranks = config.actor_rollout_ref.rollout, config.world_size
+    size, num_engines = rollout.tensor_model_parallel_size, rollout.num_engines
+    if not config.actor_rollout_ref.hybrid_engine:
+        return [{"GPU": size, "CPU": size}] * num_engines + [{"GPU": 1, "CPU": 1}] * num_ranks
+    count = max(-(-num_ranks // size), num_engines)
+    # A core for each rank, and for each worker of an engine.
+    return [{"GPU": size, "CPU": size * (2 if index < num_engines else 1)} for index in range(count)]
 
 
 class Placement:
-    """The GPUs of an attempt in Ray's books, for engines over several of them."""
+    """The GPUs of an attempt in Ray's books."""
 
-    def __init__(self, group: PlacementGroup, found: list[Bundle], shared: bool) -> None:
+    def __init__(self, group: PlacementGroup, found: list[Bundle], config: RunConfig) -> None:
         self._group = group
         self._found = found
-        self._shared = shared
+        self._size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        self._num_engines = config.actor_rollout_ref.rollout.num_engines
+        self._shared = config.actor_rollout_ref.hybrid_engine
 
     @classmethod
     def reserve(cls, config: RunConfig, check: Callable[[], None]) -> Placement:
@@ -57,47 +69,59 @@ class Placement:
             NoProgressError: it does not have them within timeouts.start_s.
         """
         asked, timeout_s = bundles(config), config.timeouts.start_s
-        group = placement_group(asked, strategy="PACK")
-        size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        group = placement_group([dict(bundle) for bundle in asked], strategy="PACK")
         calls = [
             ray.remote(_look)
-            .options(num_cpus=0, num_gpus=size, scheduling_strategy=_in(group, index), max_retries=0)
+            .options(num_cpus=0, num_gpus=bundle["GPU"], scheduling_strategy=_in(group, index), max_retries=0)
             .remote()
-            for index in range(len(asked))
+            for index, bundle in enumerate(asked)
         ]
         deadline = time.monotonic() + timeout_s
         while len(ray.wait(calls, num_returns=len(calls), timeout=POLL_S)[0]) < len(calls):
             check()
             if time.monotonic() > deadline:
-                there = ray.cluster_resources().get("GPU", 0)
-                raise NoProgressError(
-                    f"No {len(asked)} times {size} free GPUs, each on one node, within {timeout_s:.0f} s; the cluster "
-                    f"has {there:.0f}.",
-                    f"Lower {SIZE_KEY} or actor_rollout_ref.rollout.num_engines, or start the nodes that are missing.",
-                )
-        found = [Bundle(node_id, tuple(gpus)) for node_id, gpus in ray.get(calls)]
-        return cls(group, found, config.actor_rollout_ref.hybrid_engine)
+                raise _too_few(config, sum(bundle["GPU"] for bundle in asked))
+        return cls(group, [Bundle(node_id, tuple(gpus)) for node_id, gpus in ray.get(calls)], config)
 
-    def rank_options(self) -> dict[str, Any]:
-        """For an actor that takes its share of any of the GPUs, or one that the engines do not have."""
-        return {"scheduling_strategy": _in(self._group, -1)} if self._shared else {}
+    def rank_options(self, rank: int) -> dict[str, Any]:
+        """For the actor of a rank: on a GPU that is no other rank's."""
+        if self._shared:
+            return {"scheduling_strategy": _in(self._group, rank // self._size), "num_gpus": RANK_GPU_SHARE}
+        return {"scheduling_strategy": _in(self._group, self._num_engines + rank), "num_gpus": 1}
 
     def engine_options(self, index: int) -> dict[str, Any]:
         """For the actor of engine `index`.
 
         Raises:
-            WorkerDiedError: its GPUs went with their node, and the ranks may have taken those that came instead.
+            WorkerDiedError: the GPUs that it divides a model over went with their node, and ranks may have taken some
+                of those that came instead.
         """
-        bundle = self._found[index]
+        own = {"scheduling_strategy": _in(self._group, index)}
+        if self._size == 1:
+            return own | {"num_gpus": ENGINE_GPU_SHARE if self._shared else 1}
         now = placement_group_table(self._group)["bundles_to_node_id"].get(index)
-        if now != bundle.node_id:
+        if now != self._found[index].node_id:
             raise WorkerDiedError(f"engine {index}: the node of its GPUs is gone; another attempt reserves others.")
-        return {"scheduling_strategy": _in(self._group, index), "num_gpus": 0}
+        return own | {"num_gpus": 0}
 
     def engine_environment(self, index: int) -> dict[str, str]:
-        """Variables by which engine `index` sees its GPUs, and Ray leaves it at that."""
+        """Variables by which an engine over several GPUs sees those of its bundle, and Ray leaves it at that."""
+        if self._size == 1:
+            return {}
         visible = ",".join(self._found[index].gpus)
         return {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+def _too_few(config: RunConfig, num_asked: int) -> NoProgressError:
+    rollout, there = config.actor_rollout_ref.rollout, ray.cluster_resources().get("GPU", 0)
+    size, num_engines = rollout.tensor_model_parallel_size, rollout.num_engines
+    engines = f"{num_engines} engines" + (f" of {size}, each on one node" if size > 1 else "")
+    how = "sharing them" if config.actor_rollout_ref.hybrid_engine else "with GPUs of their own (hybrid_engine=false)"
+    return NoProgressError(
+        f"No {num_asked} free GPUs for {config.world_size} ranks and {engines}, {how}, within "
+        f"{config.timeouts.start_s:.0f} s; the cluster has {there:.0f}.",
+        f"Lower {SIZE_KEY} or actor_rollout_ref.rollout.num_engines, or start the nodes that are missing.",
+    )
 
 
 def _in(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from keepstep.checkpoint.history import verified_steps
 from keepstep.controller.groups import RankGroup
 from keepstep.controller.reporting import logger
-from keepstep.controller.supervision import Supervisor
 from keepstep.controller.workforce import Workforce
 from keepstep.errors import BugError, KeepstepError, NoProgressError, WorkerDiedError
 
@@ -51,11 +50,12 @@ class Recovery:
     """What replaces workers of one attempt."""
 
     session: Session
-    supervisor: Supervisor
     workforce: Workforce
     ranks: RankGroup
     load: Callable[[], TrainState]
     """Choose the best verified checkpoint and load it into the ranks."""
+    engines_sleep: bool
+    """A new engine finds its memory taken while ranks train: it is started when it is next asked for something."""
     budget: Budget = field(init=False)
     _coming: dict[str, float] = field(default_factory=dict)
     """Engines whose replacement is on its way, and since when."""
@@ -75,8 +75,9 @@ class Recovery:
         error = WorkerDiedError(f"{what}: {', '.join(sorted(gone))} died.").of(gone)
         if any(role.startswith("rank ") for role in gone):
             raise error
-        for role in gone - set(self._coming):
-            self._start_engine(role, error)
+        if not self.engines_sleep:
+            for role in gone - set(self._coming):
+                self._start_engine(role, error)
 
     def replace(self, actors: list[Any], lost: list[int], error: KeepstepError) -> None:
         """Start lost engines again, in their places.

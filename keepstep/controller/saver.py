@@ -31,7 +31,6 @@ from keepstep.controller.children import run_command
 from keepstep.controller.groups import RankGroup
 from keepstep.controller.reporting import logger
 from keepstep.controller.state import TrainState
-from keepstep.controller.supervision import Supervisor
 from keepstep.controller.uploader import Uploader
 from keepstep.controller.writers import FullWriter, ShardWriters, Snapshots
 from keepstep.errors import CheckpointError, NoProgressError, NoRoomError, WorkerDiedError
@@ -64,7 +63,6 @@ class Saver:
     context: SaveContext
     attempt: Attempt
     events: EventLog
-    supervisor: Supervisor
     uploader: Uploader | None
     start_writers: Callable[[], Writers]
     writers: Writers

@@ -97,7 +97,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
         def load_again() -> TrainState:
             return load_state(session, session.take_up_again(), crew.ranks, supervisor, num_rows)
 
-        recovery = Recovery(session, supervisor, crew.workforce, crew.ranks, load_again)
+        recovery = Recovery(session, crew.workforce, crew.ranks, load_again, session.config.engines_sleep(device))
         crew.engines.recovery, supervisor.see = recovery, recovery.see
         if session.config.recovery.warm_spare:
             crew.workforce.stand_by()
@@ -208,7 +208,7 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
     config = session.config
     model_dir = session.model_files(chosen.step)
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    engines_sleep = device == "cuda" and config.actor_rollout_ref.hybrid_engine and rollout.free_cache_engine
+    engines_sleep = config.engines_sleep(device)
     specs = [
         RankSpec(
             rank=rank,
@@ -227,7 +227,7 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
             max_response_length=config.data.max_response_length,
             needs_reference=config.needs_reference,
             needs_old_log_probs=config.needs_old_log_probs,
-            frees_memory=engines_sleep,
+            engines_sleep=engines_sleep,
         )
         for rank in range(config.world_size)
     ]
@@ -249,7 +249,7 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
     ranks.connect()
     actors = [workforce.engine(index) for index in range(rollout.num_engines)]
     cluster.record_services()
-    engines = EngineGroup(actors, supervisor, config.timeouts, can_sleep=engines_sleep)
+    engines = EngineGroup(actors, supervisor, config.timeouts, sleep=engines_sleep)
     return Crew(ranks, engines, saver, workforce)
 
 
@@ -283,7 +283,7 @@ def start_saver(session: Session, chosen: ResumePlan, cluster: Cluster, ranks: R
         resumed_step=chosen.step,
         waive_exactness=session.waive_exactness(),
     )
-    return Saver(context, session.attempt, session.events, supervisor, session.uploader, start_writers, start_writers())
+    return Saver(context, session.attempt, session.events, session.uploader, start_writers, start_writers())
 
 
 def check_export(model_files: str) -> None:

@@ -7,7 +7,6 @@ and engines are then built by a call of its own: between the two a process can s
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 WRITER_NICENESS = 5
@@ -31,15 +30,6 @@ class Worker:
             "node_id": node_id,
             "rss_bytes": rss_bytes(pid),
         }
-
-    def rendezvous(self) -> tuple[str, int]:
-        """An address on this node where a process group can meet."""
-        import ray
-
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
 
 
 class RankWorker(Worker):
@@ -131,15 +121,27 @@ class WriterWorker(Worker):
         os.nice(WRITER_NICENESS)
         import keepstep.checkpoint.writer  # noqa: F401  (torch is imported before the first save, not during it)
 
+        self._store: Any = None
+
     def save(self, request: Any, reference: list[Any], snapshots: list[Any]) -> Any:
         from keepstep.checkpoint.writer import save
 
         return save(request, self._fetch(snapshots), self._fetch(reference) or None)
 
+    def rendezvous(self) -> tuple[str, int]:
+        """Where the writers meet: at the first of them, which is asked."""
+        import ray
+
+        from keepstep.checkpoint.sharded import listen
+
+        host = ray.util.get_node_ip_address()
+        self._store = listen(host)
+        return host, self._store.port
+
     def connect(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
         from keepstep.checkpoint.sharded import ShardWriter
 
-        self._shard_writer = ShardWriter(host, port, rank, world_size, timeout_s)
+        self._shard_writer = ShardWriter(host, port, rank, world_size, timeout_s, self._store)
 
     def begin(self, request: Any, snapshot: list[Any], reference: list[Any]) -> None:
         """Make the folder in which all writers write; by the first of them alone."""

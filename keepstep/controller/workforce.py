@@ -59,7 +59,7 @@ class Workforce:
     def start_ranks(self) -> None:
         for spec in self._specs:
             role = f"rank {spec.rank}"
-            actor = self._spares.pop(role, None) or self._cluster.rank()
+            actor = self._spares.pop(role, None) or self._cluster.rank(spec.rank)
             self._starting[role] = (actor, actor.build.remote(spec))
 
     def ranks(self) -> tuple[list[Any], list[Identity]]:
@@ -93,7 +93,7 @@ class Workforce:
 
     def stand_by(self) -> None:
         """Start the missing spare processes: one for each rank, since all are replaced together, and engine."""
-        kinds = {f"rank {spec.rank}": self._cluster.rank for spec in self._specs}
+        kinds = {f"rank {spec.rank}": partial(self._cluster.rank, spec.rank) for spec in self._specs}
         kinds |= {f"engine {index}": partial(self._cluster.engine, index) for index in range(self._num_engines)}
         missing = {
             role: start() for role, start in kinds.items() if role not in self._spares and role not in self._coming

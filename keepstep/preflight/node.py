@@ -57,7 +57,8 @@ class Request:
 
 def request(config: RunConfig, run: RunDir) -> Request:
     return Request(
-        num_engines=1,
+        # On a cluster any engine may come to stand here, one of them at least.
+        num_engines=config.actor_rollout_ref.rollout.num_engines if config.ray.address is None else 1,
         first_port=config.actor_rollout_ref.rollout.port,
         device=resolve_device(config.trainer.device),
         memory_share=config.actor_rollout_ref.rollout.gpu_memory_utilization,
@@ -88,9 +89,10 @@ def answer_of(name: str, check: Callable[[], tuple[str, str]]) -> Answer:
 
 
 def _port(asked: Request) -> tuple[str, str]:
-    for index in range(asked.num_engines):
-        check_port(asked.first_port + PORTS_PER_ENGINE * index, PORT_KEY)
-    return "ok", f"port {asked.first_port} is free"
+    ports = [asked.first_port + PORTS_PER_ENGINE * index for index in range(asked.num_engines)]
+    for port in ports:
+        check_port(port, PORT_KEY)
+    return "ok", f"port {', '.join(map(str, ports))} is free"
 
 
 def _gpu_memory(asked: Request) -> tuple[str, str]:

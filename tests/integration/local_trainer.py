@@ -124,6 +124,9 @@ class LocalRanks:
     def begin_log_probs(self, shards: Sequence[Any]) -> list[Any]:
         return self.log_probs(shards)
 
+    def have_log_probs(self, _begun: list[Any]) -> bool:
+        return True
+
     def end_log_probs(self, begun: list[Any]) -> list[Any]:
         return begun
 
@@ -194,7 +197,7 @@ def build(config: RunConfig, model: str) -> Rank:
             0, 1, "cpu", model, model, config.actor_rollout_ref.model, config.actor_rollout_ref.actor,
             config.actor_rollout_ref.ref, 1.0, NUM_STEPS, config.trainer.seed, 60.0,
             config.algorithm.rollout_correction, config.data.max_response_length, config.needs_reference,
-            config.needs_old_log_probs,
+            config.needs_old_log_probs, False,
         )
     )  # fmt: skip
     rank.connect("127.0.0.1", rank.listen("127.0.0.1"))

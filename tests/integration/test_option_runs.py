@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from keepstep.controller.groups import SLICE_S
 from keepstep.export.hugging_face import export
 from tests.integration.compare import differences
 from tests.integration.driver import Driver
@@ -68,13 +70,17 @@ def test_killed_it_ends_as_the_undisturbed_run(workspace: Path, name: str):
 
 @pytest.mark.parametrize("role", ["rank", "engine"])
 def test_engines_with_gpus_of_their_own_train_what_colocated_ones_do(workspace: Path, role: str):
-    """To the byte, also when a process is killed while ranks work out log-probs beside a rollout."""
+    """To the byte, also when a process is killed in a rollout that ranks work out log-probs beside."""
     colocated = Driver(workspace / "colocated", WIDE)
     assert colocated.run_to_end() == 0, colocated.tail()
     apart = Driver(workspace / f"apart_{role}", [*WIDE, "actor_rollout_ref.hybrid_engine=false"])
     apart.start()
     apart.wait_for_step(4)
+    # The first responses are told of after a slice; nothing says so outside.
+    time.sleep(1.3 * SLICE_S)
     apart.kill(role, 1)
     assert apart.wait(240) == 0, apart.tail()
+    (lost,) = [event for event in apart.events() if event["event"] == "worker_lost"]
+    assert lost["reason"].startswith("rollout: "), lost
     assert differences(apart.run.checkpoint(6), colocated.run.checkpoint(6)) == []
     assert apart.rewards() == colocated.rewards()

@@ -43,7 +43,7 @@ def build(rank, world_size, port, micro, model_dir=None, host=False):
     found = Rank(RankSpec(rank, world_size, "cpu", model_dir or sys.argv[1], sys.argv[1],
                           ModelConfig(path="-"), actor,
                           RefConfig(log_prob_micro_batch_size_per_gpu=64, fsdp_config=dict(param_offload=host)), 1.0, 6,
-                          42, 120.0, RolloutCorrectionConfig(), 4, actor.use_kl_loss, True))
+                          42, 120.0, RolloutCorrectionConfig(), 4, actor.use_kl_loss, True, False))
     found.connect("127.0.0.1", port)
     return found
 
@@ -185,7 +185,7 @@ def sharded_step(index, world_size, ports, out):
     actor = ActorConfig(ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=5, kl_loss_coef=0.5)
     rank = Rank(RankSpec(index, world_size, "cpu", sys.argv[1], sys.argv[1], ModelConfig(path="-"), actor,
                           RefConfig(log_prob_micro_batch_size_per_gpu=64), 1.0, 6, 42, 120.0,
-                          RolloutCorrectionConfig(), 4, actor.use_kl_loss, True))
+                          RolloutCorrectionConfig(), 4, actor.use_kl_loss, True, False))
     rank.connect("127.0.0.1", ports[0])
     state = {name: value for name, value in torch.load(sys.argv[2] + "/base.pt").items()}
     moved = {name: value + 0.01 * torch.sin(torch.arange(value.numel(), dtype=torch.float32)).view_as(value)

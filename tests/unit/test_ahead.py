@@ -34,6 +34,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.begun: list[list[Batch]] = []
+        self.num_answered = 10**6
 
     def begin_log_probs(self, shards: list[Batch]) -> list[dict[str, np.ndarray]]:
         self.begun.append(shards)
@@ -41,6 +42,10 @@ class Ranks:
             {"old": shard.mask * float(shard.tokens.sum()), "ref": shard.mask * float(shard.lengths.max())}
             for shard in shards
         ]
+
+    def have_log_probs(self, _begun: Any) -> bool:
+        self.num_answered -= 1
+        return self.num_answered >= 0
 
     def end_log_probs(self, begun: Any) -> Any:
         return begun
@@ -51,7 +56,9 @@ class Ranks:
 def test_in_whatever_order_responses_come_the_log_probs_are_those_of_the_whole_batch(seed: int, size: int):
     found = responses(seed)
     batch = of(list(range(12)), [found[row] for row in range(12)])
-    waited = LogProbsAhead(Ranks(), DEALT, size, of).of(batch)
+    late = LogProbsAhead(Ranks(), DEALT, size, of)
+    late.add(found)
+    waited = late.of(batch)
 
     ranks, order = Ranks(), list(found)
     random.Random(seed).shuffle(order)
@@ -79,11 +86,23 @@ def test_a_micro_batch_is_begun_when_its_last_response_is_there_on_every_rank():
     assert [begun[0].tokens[0, 0] for begun in ranks.begun] == [3, 11], "the third before the second"
 
 
-def test_what_was_not_begun_is_worked_out_at_the_end():
+def test_ranks_have_no_more_before_them_than_they_work_off():
+    """What they have cannot be taken back, and the last save within a grace comes after it."""
     found, ranks = responses(1), Ranks()
     batch = of(list(range(12)), [found[row] for row in range(12)])
-    ahead = LogProbsAhead(ranks, DEALT, 2, of)
-    ahead.add({row: found[row] for row in (0, 1, 4, 5)})
-    assert len(ranks.begun) == 1
+    ahead = LogProbsAhead(ranks, DEALT, 1, of)
+    ranks.num_answered = 0
+    ahead.add(found)
+    ahead.add({})
+    assert len(ranks.begun) == 2, "they answer nothing"
+    ranks.num_answered = 2
+    ahead.add({})
+    assert len(ranks.begun) == 6, "twice the two that they answered"
+    assert ahead.of(batch).keys() == {"old", "ref"} and len(ranks.begun) == 6
+
+    slow = Ranks()
+    slow.num_answered = 0
+    ahead = LogProbsAhead(slow, DEALT, 1, of)
+    ahead.add(found)
     ahead.of(batch)
-    assert len(ranks.begun) == 3
+    assert len(slow.begun) == 6, "the rest at the end"

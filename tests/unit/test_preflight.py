@@ -239,6 +239,13 @@ def test_gpu_memory_that_is_held_names_its_holder(standing: Standing, tmp_path: 
     assert answer(replace(asked, device="cpu"), "gpu_memory")["status"] == SKIPPED
 
 
+def test_here_the_port_of_every_engine_is_checked_and_on_a_cluster_one(standing: Standing):
+    two = standing.config("actor_rollout_ref.rollout.num_engines=2")
+    assert node.request(two, standing.run).num_engines == 2
+    there = standing.config("actor_rollout_ref.rollout.num_engines=2", "ray.address=http://head:8265")
+    assert node.request(there, standing.run).num_engines == 1
+
+
 def test_a_folder_that_other_nodes_do_not_see(standing: Standing):
     assert answer(request(standing), "shared_folder")["status"] == SKIPPED
     asked = request(standing, token=".token")

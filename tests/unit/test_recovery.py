@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from keepstep.config.schema import TimeoutConfig
 from keepstep.controller.groups import EngineGroup
-from keepstep.controller.recovery import Budget
+from keepstep.controller.recovery import Budget, Recovery
+from keepstep.controller.state import TrainState
 from keepstep.errors import WorkerDiedError
 from keepstep.rollout.types import Request, Sampled
+from keepstep.run import RunDir
 
 
 def test_budget_is_refilled_by_a_newly_verified_step():
@@ -70,8 +73,8 @@ class FakeRecovery:
         return "weights"
 
 
-def group(*engines: Engine, recovery: FakeRecovery | None = None, can_sleep: bool = False) -> EngineGroup:
-    found = EngineGroup(list(engines), FakeSupervisor(), TimeoutConfig(), can_sleep=can_sleep)  # type: ignore[arg-type]
+def group(*engines: Engine, recovery: FakeRecovery | None = None, sleep: bool = False) -> EngineGroup:
+    found = EngineGroup(list(engines), FakeSupervisor(), TimeoutConfig(), sleep=sleep)  # type: ignore[arg-type]
     found.recovery = recovery
     return found
 
@@ -107,9 +110,31 @@ def test_engines_sleep_where_they_were_built_to_and_a_new_one_as_well():
     assert awake.calls == []
     recovery = FakeRecovery()
     lost, other = Engine({("sleep", 0)}), Engine()
-    group(lost, other, recovery=recovery, can_sleep=True).sleep()
+    group(lost, other, recovery=recovery, sleep=True).sleep()
     assert recovery.started[0].calls == [("sleep", None)]
     assert other.calls == [("sleep", None)] * 2 and recovery.num_gathered == 0
+
+
+@pytest.mark.parametrize("engines_sleep", [False, True])
+def test_an_engine_that_is_lost_while_ranks_train_comes_at_once_unless_its_memory_is_theirs_then(
+    tmp_path: Path, engines_sleep: bool
+):
+    started: list[int] = []
+    settings = SimpleNamespace(in_place=True, max_in_a_row=3, warm_spare=False)
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(recovery=settings, trainer=SimpleNamespace(debug=False)), run=RunDir.at(tmp_path),
+        events=SimpleNamespace(emit=lambda *_, **__: None),
+    )  # fmt: skip
+    workforce: Any = SimpleNamespace(
+        start_engine=started.append, end=lambda role, actor: None, engine=lambda index: "new engine"
+    )
+    ranks: Any = None
+    recovery = Recovery(session, workforce, ranks, lambda: TrainState(), engines_sleep)
+    recovery.see({"engine 1"}, "update")
+    assert started == ([] if engines_sleep else [1])
+    actors = ["engine", "lost"]
+    recovery.replace(actors, [1], WorkerDiedError("weight sync: engine 1 died.").of(["engine 1"]))
+    assert started == [1] and actors == ["engine", "new engine"]
 
 
 def test_the_budget_ends_it():
