@@ -27,6 +27,16 @@ ONCE = "once"
 """Budgets of a class: no other attempt; unlimited, but for five at one step; `retry.max_retries`; one, within those."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says that is not empty; where it says nothing, what it is."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def last_line(said: object) -> str:
+    """The last line, that is not empty, of what a process or an exception says: tracebacks end with their cause."""
+    return next((line.strip() for line in reversed(str(said).splitlines()) if line.strip()), "no word")
+
+
 class KeepstepError(Exception):
     """Base of every error that Keepstep raises on purpose.
 

@@ -102,6 +102,11 @@ class RunDir:
         """What says the same as a pointer, for stores without links."""
         return pointer.with_suffix(".txt")
 
+    def pointed_at(self, pointer: Path) -> int | None:
+        """The step that `latest` or `best` names; None: there is no such pointer, or it names none."""
+        text = self.text_of(pointer)
+        return parse_step(text.read_text(errors="replace").strip()) if text.is_file() else None
+
     @property
     def pins(self) -> Path:
         """Steps that a person keeps: an empty file pins/<step> each."""

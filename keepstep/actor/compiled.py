@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from keepstep.errors import ConfigError
+from keepstep.errors import ConfigError, first_line
 
 HINTS = {"rows": 5, "tokens": 67, "length": 29}
 """What sizes count as; primes, so that none seems to be a multiple of another."""
@@ -61,7 +61,7 @@ def _call(compiled: Callable[..., Any], layer: torch.nn.Module, hidden_states: t
     try:
         return compiled(layer, hidden_states, **rest)
     except torch._dynamo.exc.TorchDynamoException as error:
-        raise ConfigError(f"{type(layer).__name__} cannot be compiled: {_first_line(error)}", WAY_OUT) from error
+        raise ConfigError(f"{type(layer).__name__} cannot be compiled: {first_line(error)}", WAY_OUT) from error
 
 
 def _mark(name: str, value: Any) -> None:
@@ -79,7 +79,3 @@ def _mark(name: str, value: Any) -> None:
         for dim, size in DIMENSIONS[name].items():
             if value.shape[dim] > 1:
                 torch._dynamo.decorators.mark_unbacked(value, dim, hint_override=HINTS[size], shape_id=size, min=2)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

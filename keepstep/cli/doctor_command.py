@@ -6,10 +6,11 @@ import argparse
 import json
 from collections.abc import Iterator
 
+from keepstep.cli.inspect_commands import no_run
 from keepstep.doctor.evidence import gather, is_run
 from keepstep.doctor.finding import PROBLEM
 from keepstep.doctor.rules import Report, examine
-from keepstep.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from keepstep.errors import EXIT_DONE, EXIT_FAILED
 from keepstep.run import RunDir
 
 
@@ -21,10 +22,7 @@ def main(args: argparse.Namespace) -> int:
     """
     run = RunDir.at(args.run)
     if not is_run(run):
-        raise ConfigError(
-            f"{run.root} is not the folder of a run: it has no run.json and no attempts.",
-            "Give the run's trainer.output_dir.",
-        )
+        raise no_run(run, "it has no run.json and no attempts")
     report = examine(gather(run))
     if args.json:
         findings = [finding.to_record() for finding in report.findings]

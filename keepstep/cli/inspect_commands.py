@@ -8,14 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from keepstep.checkpoint.history import uploaded_steps, verified_steps
 from keepstep.checkpoint.plan import RemoteIndex, plan
 from keepstep.checkpoint.verify import VERIFIED, Verdict
 from keepstep.errors import EXIT_DONE, ConfigError
-from keepstep.run import RunDir, parse_step, read_json
+from keepstep.run import RunDir, read_json
 
 
 def ls_command(args: argparse.Namespace) -> int:
@@ -24,7 +23,7 @@ def ls_command(args: argparse.Namespace) -> int:
     with _store_side(run, args.remote) as store:
         uploaded = set(store.steps())
     verified, on_disk = verified_steps(run), set(run.steps())
-    latest, best = (_pointed_at(run, link) for link in (run.latest_link, run.best_link))
+    latest, best = (run.pointed_at(link) for link in (run.latest_link, run.best_link))
     pinned = run.pinned_steps()
     rows: list[dict[str, Any]] = [
         {
@@ -74,12 +73,6 @@ def _resume_settings(run: RunDir) -> dict[str, Any]:
     return load(str(run.config)).resume.model_dump()
 
 
-def _pointed_at(run: RunDir, link: Path) -> int | None:
-    """The step that `latest` or `best` names, by the text beside the link."""
-    text = run.text_of(link)
-    return parse_step(text.read_text().strip()) if text.is_file() else None
-
-
 def plan_command(args: argparse.Namespace) -> int:
     """The resume decision from what is on disk and what the store has confirmed, or with `--remote` holds now."""
     run = existing_run(args.run)
@@ -104,11 +97,17 @@ def existing_run(path: str) -> RunDir:
     """
     run = RunDir.at(path)
     if not run.has_record():
-        why = "it has no run.json" if run.root.is_dir() else "it does not exist"
-        inside = sorted(record.parent.name for record in run.root.glob("*/run.json"))
-        remedy = f"Runs in it: {', '.join(inside)}." if inside else "Give the run's trainer.output_dir."
-        raise ConfigError(f"{run.root} is not the folder of a run: {why}.", remedy)
+        raise no_run(run, "it has no run.json")
     return run
+
+
+def no_run(run: RunDir, why: str) -> ConfigError:
+    """What is said of a folder that is not a run's, with the runs that are in it."""
+    inside = sorted(record.parent.name for record in run.root.glob("*/run.json"))
+    remedy = f"Runs in it: {', '.join(inside)}." if inside else "Give the run's trainer.output_dir."
+    return ConfigError(
+        f"{run.root} is not the folder of a run: {why if run.root.is_dir() else 'it does not exist'}.", remedy
+    )
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from keepstep.cli.inspect_commands import no_run
 from keepstep.doctor.evidence import gather, is_run
 from keepstep.errors import EXIT_DONE, ConfigError
 from keepstep.report import samples
 from keepstep.report.page import Extras, build, render
-from keepstep.run import RunDir, parse_step, write_atomic
+from keepstep.run import RunDir, write_atomic
 
 NAME = "report.html"
 
@@ -22,10 +23,7 @@ def main(args: argparse.Namespace) -> int:
     """
     run = RunDir.at(args.run)
     if not is_run(run):
-        raise ConfigError(
-            f"{run.root} is not the folder of a run: it has no run.json and no attempts.",
-            "Give the run's trainer.output_dir.",
-        )
+        raise no_run(run, "it has no run.json and no attempts")
     target = Path(args.out).absolute() if args.out else run.root / NAME
     text = render(build(gather(run), extras(run)))
     try:
@@ -38,9 +36,5 @@ def main(args: argparse.Namespace) -> int:
 
 def extras(run: RunDir) -> Extras:
     """Pointers, pins and samples of a run's folder."""
-    latest, best = (_pointed_at(run.text_of(link)) for link in (run.latest_link, run.best_link))
+    latest, best = (run.pointed_at(link) for link in (run.latest_link, run.best_link))
     return Extras(latest, best, run.pinned_steps(), samples.read(run))
-
-
-def _pointed_at(text: Path) -> int | None:
-    return parse_step(text.read_text(errors="replace").strip()) if text.is_file() else None

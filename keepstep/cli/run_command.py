@@ -21,7 +21,7 @@ from keepstep.cli.train_command import alone, completed, warn
 from keepstep.config.load import load, to_yaml
 from keepstep.config.schema import RunConfig
 from keepstep.errors import EXIT_DONE, ConfigError, KeepstepError, Preempted
-from keepstep.platform import servers
+from keepstep.platform import servers, windows
 from keepstep.preflight.complete import complete_result
 from keepstep.preflight.folder import check_room
 from keepstep.processes import ProcessRef
@@ -29,9 +29,9 @@ from keepstep.run import PLATFORM_DIR, RunDir, read_json
 
 API_TIMEOUT_S = 20.0
 PREFECT_DEFAULTS = {
-    # 2^n seconds of patience with an API that is away: 510 s in all, instead of 62.
-    "PREFECT_CLIENT_MAX_RETRIES": "8",
-    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60",
+    # Patience with an API that is away: 510 s in all, instead of 62.
+    "PREFECT_CLIENT_MAX_RETRIES": str(windows.CLIENT_MAX_RETRIES),
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(windows.HEARTBEAT_S),
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     # The terminal shows progress and one message per error; the page shows the logs.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepstep.attempts import check_fence
-from keepstep.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, ConfigError, KeepstepError, StorageError
+from keepstep.cli.inspect_commands import no_run
+from keepstep.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, KeepstepError, StorageError
 from keepstep.events.log import utc_now
 from keepstep.run import RunDir, read_json, write_json
 
@@ -168,7 +169,7 @@ def _configs(run: RunDir) -> tuple[S3Config, CheckpointConfig]:
 def _existing_run(path: str) -> RunDir:
     run = RunDir.at(path)
     if not run.has_record() or not run.config.is_file():
-        raise ConfigError(f"{run.root} is not the folder of a run: run.json and config.yaml are not both there.")
+        raise no_run(run, "run.json and config.yaml are not both there")
     return run
 
 

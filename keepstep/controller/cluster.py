@@ -17,7 +17,7 @@ from keepstep.attempts import Attempt
 from keepstep.config.schema import RunConfig
 from keepstep.controller.placement import Placement, bundles
 from keepstep.controller.workers import EngineWorker, RankWorker, Worker, WriterWorker
-from keepstep.errors import NoProgressError
+from keepstep.errors import NoProgressError, first_line
 from keepstep.processes import ProcessRef, descendants
 from keepstep.rollout.environment import engine_environment
 from keepstep.run import RunDir
@@ -86,8 +86,9 @@ class Cluster:
             self._start_local()
         except Exception as error:
             # A machine that is overloaded, as a rule: nothing of ours runs yet.
-            line = (str(error).strip().splitlines() or [""])[0]
-            raise NoProgressError(f"Ray did not start here: {line}", "See what else the machine does.") from error
+            raise NoProgressError(
+                f"Ray did not start here: {first_line(error)}", "See what else the machine does."
+            ) from error
         self.record_services()
 
     def _start_local(self) -> None:

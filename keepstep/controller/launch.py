@@ -287,7 +287,7 @@ def _submit_job(config: RunConfig, entrypoint: str, environment: dict[str, str])
             return client, job
         except (OSError, RuntimeError) as error:
             if time.monotonic() > deadline:
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+                reason = errors.last_line(error)
                 raise errors.NoProgressError(
                     f"ray.address={address} took no job within {config.timeouts.start_s:.0f} s: {reason}",
                     "Give the address of the cluster's job server (http://head:8265), or leave ray.address out.",

@@ -125,7 +125,7 @@ class Supervisor:
                 try:
                     ray.get(reference)
                 except (ActorDiedError, ActorUnavailableError) as death:
-                    dead[role_of[reference]] = _first_line(death)
+                    dead[role_of[reference]] = errors.last_line(death)
                 except Exception:
                     continue
         return dead
@@ -141,20 +141,15 @@ def classify(error: BaseException, what: str) -> errors.KeepstepError:
     if isinstance(cause, errors.KeepstepError):
         return cause
     if isinstance(error, (RayActorError, *NO_PLACE)):
-        return errors.WorkerDiedError(f"{what}: a worker died ({_first_line(error)}).")
+        return errors.WorkerDiedError(f"{what}: a worker died ({errors.last_line(error)}).")
     if isinstance(cause, OutOfMemoryError) or errors.is_out_of_memory(cause):
-        return errors.OutOfMemoryError(f"{what}: out of memory ({_first_line(cause)}).")
+        return errors.OutOfMemoryError(f"{what}: out of memory ({errors.last_line(cause)}).")
     if isinstance(cause, OSError) and cause.errno in errors.NO_ROOM_ERRNOS:
         return errors.NoRoomError(
             f"{what}: no room on the filesystem ({cause}).", "Free space or lower checkpoint.keep_last."
         )
     if LOST_PEER.search(str(cause)):
-        return errors.WorkerDiedError(f"{what}: a peer of the group went away ({_first_line(cause)}).")
+        return errors.WorkerDiedError(f"{what}: a peer of the group went away ({errors.last_line(cause)}).")
     if "Timed out waiting" in str(cause):
-        return errors.NoProgressError(f"{what}: a peer of the group did not answer ({_first_line(cause)}).")
-    return errors.BugError(f"{what}: {type(cause).__name__}: {_first_line(cause)}")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
+        return errors.NoProgressError(f"{what}: a peer of the group did not answer ({errors.last_line(cause)}).")
+    return errors.BugError(f"{what}: {type(cause).__name__}: {errors.last_line(cause)}")

@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from keepstep.controller.cluster import Cluster
 from keepstep.controller.reporting import logger
 from keepstep.controller.supervision import Supervisor, Watched
+from keepstep.errors import first_line
 from keepstep.processes import kill
 
 Identity = dict[str, Any]
@@ -118,7 +119,7 @@ class Workforce:
             try:
                 identity = ray.get(actor.identity.remote(), timeout=self._timeout_s)
             except RayError as error:
-                logger.warning("the spare of %s did not come up: %s", role, str(error).splitlines()[0])
+                logger.warning("the spare of %s did not come up: %s", role, first_line(error))
             else:
                 self._cluster.record("spare", None, identity)
                 self._spares[role] = actor

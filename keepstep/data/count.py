@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepstep.errors import DataError
+from keepstep.errors import DataError, last_line
 
 TIMEOUT_S = 1800.0
 """Longest silence of a reader."""
@@ -196,4 +196,4 @@ def _renumbered(reading: _Reading, indices: list[int]) -> _Reading:
 def _death(returncode: int, complaints: str) -> str:
     if returncode < 0:
         return f"its reader died of {signal.Signals(-returncode).name}"
-    return f"its reader ended with {returncode}: {(complaints.strip().splitlines() or ['no word'])[-1]}"
+    return f"its reader ended with {returncode}: {last_line(complaints)}"

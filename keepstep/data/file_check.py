@@ -13,6 +13,7 @@ from typing import IO, Any
 from keepstep.data import trouble
 from keepstep.data.count import FileRecord
 from keepstep.data.spec import is_remote, open_file
+from keepstep.errors import first_line
 
 MAGIC, ENCRYPTED_MAGIC = b"PAR1", b"PARE"
 _END_BYTES = 8
@@ -73,8 +74,7 @@ def _inspect_open(path: str, columns: Sequence[str], on_batch: OnBatch | None, a
             if on_batch:
                 _read_pages(file, on_batch)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise FileProblem(f"is damaged: {sentence}" + trouble.cache_note(path)) from error
+            raise FileProblem(f"is damaged: {first_line(error)}" + trouble.cache_note(path)) from error
     names = [name for name, _ in found]
     if missing := [column for column in columns if column not in names]:
         raise FileProblem(f"has no column {missing[0]}; it has {', '.join(names)}")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from keepstep.config.schema import DataConfig
 from keepstep.data.row_digest import RowDigest
 from keepstep.data.spec import open_file
-from keepstep.errors import DataError
+from keepstep.errors import DataError, first_line
 
 REWARD_MODEL, GROUND_TRUTH, EXTRA_INFO = "reward_model", "ground_truth", "extra_info"
 _TOKENIZE_BATCH = 1000
@@ -155,7 +155,7 @@ def _read_table(file: str, config: DataConfig, digest: RowDigest) -> Any:
                 schema = pyarrow.schema([parquet.schema_arrow.field(column) for column in used])
                 return pyarrow.Table.from_batches(batches, batches[0].schema if batches else schema)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read: {str(error).splitlines()[0]}", "Fetch or write it anew.") from error
+        raise DataError(f"{file} cannot be read: {first_line(error)}", "Fetch or write it anew.") from error
     raise DataError(
         f"{file}: column {missing[0]} is missing; it has {', '.join(there)}.",
         "Rename the column, or name it by data.prompt_key or data.reward_fn_key.",

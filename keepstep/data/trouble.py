@@ -13,6 +13,8 @@ import pwd
 import time
 from pathlib import Path
 
+from keepstep.errors import first_line
+
 UNFINISHED = (".incomplete", ".tmp", ".crdownload", ".part")
 """How the names of files end that a download has not finished."""
 RECENT_S = 10.0
@@ -45,7 +47,7 @@ def refused_by_store(error: Exception) -> str:
         )
     if isinstance(error, FileNotFoundError):
         return "is not in the store (404): there is no such bucket or no such key"
-    return f"cannot be read from the store: {kind}: {str(error).splitlines()[0] if str(error) else 'no word'}"
+    return f"cannot be read from the store: {kind}: {first_line(error)}"
 
 
 def truncated(path: str, size: int, age_s: float | None) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.attempts import Claim, flow_heartbeat, flow_run_of, judge
+from keepstep.checkpoint.history import uploaded_steps
 from keepstep.processes import ProcessRef, boot_id, hostname
 from keepstep.run import RunDir
 
@@ -267,7 +268,7 @@ def gather(
         now=now,
         steps=tuple(run.steps()),
         quarantine=tuple(sorted(path.name for path in run.quarantine.glob("*"))),
-        confirmed=tuple(sorted(int(path.stem) for path in run.uploads.glob("*.json") if path.stem.isdecimal())),
+        confirmed=tuple(uploaded_steps(run)),
         unreadable=tuple(unreadable),
     )
 

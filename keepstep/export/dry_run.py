@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from keepstep.errors import first_line
+
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -25,7 +27,7 @@ def problem(model: str) -> str | None:
             if (Path(model) / GENERATION_CONFIG).is_file():
                 GenerationConfig.from_pretrained(model, local_files_only=True).save_pretrained(target)
     except Exception as error:
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no word'])[0]}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from keepstep.errors import CheckpointError
+from keepstep.errors import CheckpointError, first_line
 
 Tensors = dict[str, torch.Tensor]
 
@@ -47,7 +47,7 @@ def expected(folder: Path) -> Expected:
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise CheckpointError(
-            f"The model of {folder / 'config.json'} is not one that transformers knows: {str(error).splitlines()[0]}",
+            f"The model of {folder / 'config.json'} is not one that transformers knows: {first_line(error)}",
             "Models that bring their own code are not exported.",
         ) from error
     aliases = _aliases(model)

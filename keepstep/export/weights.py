@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.reader import ACTOR, Source, read_role
-from keepstep.errors import CheckpointError
+from keepstep.errors import CheckpointError, first_line
 
 Shape = tuple[int, ...]
 _RANK_FILE = re.compile(r"model_world_size_([1-9]\d*)_rank_(0|[1-9]\d*)\.pt")
@@ -130,7 +130,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
             found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(
-            f"{path} cannot be loaded: {str(error).splitlines()[0]}", "Only sharded tensors (DTensor) are understood."
+            f"{path} cannot be loaded: {first_line(error)}", "Only sharded tensors (DTensor) are understood."
         ) from error
     finally:
         mesh_log.setLevel(level)

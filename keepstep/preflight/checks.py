@@ -36,6 +36,7 @@ from keepstep.errors import (
     RewardError,
     StorageError,
     StorageRefusedError,
+    last_line,
 )
 from keepstep.preflight import contract, node
 from keepstep.preflight.foreign_log import settings_in
@@ -136,7 +137,7 @@ def _ask_nodes(on_nodes: OnNodes, config: RunConfig, run: RunDir) -> list[Check]
         return [Check("nodes", FAIL, error.message, error.remedy, error.exit_code, error=error)]
     except Exception as error:
         # Ray's own errors have many roots.
-        line = (str(error).strip().splitlines() or [""])[-1]
+        line = last_line(error)
         return [Check("nodes", FAIL, f"{config.ray.address}: {type(error).__name__}: {line}", "", EXIT_FAILED)]
 
 
@@ -277,8 +278,9 @@ def _ask(module: str, request: dict[str, Any], timeout_s: float, what: str) -> d
         raise WarnError(message, "See whether it waits for something: while training there is no such limit.") from None
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        raise KeepstepError(f"{what} ended with {done.returncode}: {last}", f"Try it: {' '.join(command)}")
+        raise KeepstepError(
+            f"{what} ended with {done.returncode}: {last_line(done.stderr)}", f"Try it: {' '.join(command)}"
+        )
     answer: dict[str, Any] = json.loads(lines[-1])
     return answer
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keepstep.errors import first_line
 from keepstep.run import RunDir, parse_step
 
 MAX_STEPS, MAX_SAMPLES, MAX_VAL_SAMPLES, MAX_CHARACTERS = 12, 4, 2, 1500
@@ -95,7 +96,7 @@ def _look(path: Path) -> dict[str, Any]:
             columns = [name for name in COLUMNS if name in file.schema_arrow.names]
             rows = file.read(columns=columns).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        return answer | {"problem": f"cannot be read: {str(error).splitlines()[0]}"}
+        return answer | {"problem": f"cannot be read: {first_line(error)}"}
     samples = [
         {
             "split": _text(row.get("split") or "train"),

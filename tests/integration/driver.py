@@ -95,15 +95,6 @@ class Driver:
             timeout_s,
         )
 
-    def wait_for_another_process_step(self, step: int, timeout_s: float = 60) -> None:
-        """Wait for a step of a trainer whose command is gone."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if any(event["event"] == "step" and event["step"] >= step for event in self.events()):
-                return
-            time.sleep(POLL_S)
-        raise AssertionError(f"step {step} not within {timeout_s} s after the command was killed")
-
     def events(self) -> list[Event]:
         return list(read_jsonl(self.run.events))
 

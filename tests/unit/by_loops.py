@@ -109,11 +109,3 @@ def padded(rows: Rows, before: Sequence[int], width: int, fill: float = 0.0, **k
 def mask_of(rows: Rows, before: Sequence[int], width: int) -> torch.Tensor:
     """[B, width] in float64: 1 where `padded` puts a value."""
     return padded([[1.0] * len(row) for row in rows], before, width)
-
-
-def unpadded(values: torch.Tensor, rows: Rows, before: Sequence[int]) -> list[list[float]]:
-    """What stands at the places of the rows."""
-    return [
-        values[index, first : first + len(row)].tolist()
-        for index, (row, first) in enumerate(zip(rows, before, strict=True))
-    ]
