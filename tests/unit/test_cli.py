@@ -215,12 +215,23 @@ def test_a_folder_that_is_no_run(command: str, tmp_path: Path, capsys: pytest.Ca
     assert "is not the folder of a run" in capsys.readouterr().err
 
 
-def test_a_folder_that_holds_runs_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["ls"], "it has no run.json"),
+        (["doctor"], "it has no run.json and no attempts"),
+        (["report"], "it has no run.json and no attempts"),
+        (["upload"], "run.json and config.yaml are not both there"),
+    ],
+)
+def test_a_folder_that_holds_runs_names_them(
+    command: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "run.json").write_text("{}")
-    assert main(["ls", str(tmp_path)]) == EXIT_USAGE
-    assert "it has no run.json.\n  Runs in it: mine." in capsys.readouterr().err
-    assert main(["ls", str(tmp_path / "typo")]) == EXIT_USAGE
+    assert main([*command, str(tmp_path)]) == EXIT_USAGE
+    assert f"{why}.\n  Runs in it: mine." in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "typo")]) == EXIT_USAGE
     assert "typo is not the folder of a run: it does not exist." in capsys.readouterr().err
 
 
