@@ -238,9 +238,9 @@ class Attempt:
         end_leftovers(run, before=number)
         return cls(run, record, heartbeat_s)
 
-    def add(self, pid: int, role: str, rank: int | None = None) -> None:
+    def add(self, pid: int, role: str) -> None:
         """Record a process of this attempt. One that is gone already is not recorded."""
-        ref = ProcessRef.of(pid, role, rank)
+        ref = ProcessRef.of(pid, role)
         if ref is not None:
             with self._lock:
                 self._record["processes"].append(ref.to_record())

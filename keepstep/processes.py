@@ -55,8 +55,8 @@ class ProcessRef:
         return None if started is None else cls(role, pid, started, hostname(), rank)
 
     @classmethod
-    def current(cls, role: str, rank: int | None = None) -> ProcessRef:
-        ref = cls.of(os.getpid(), role, rank)
+    def current(cls, role: str) -> ProcessRef:
+        ref = cls.of(os.getpid(), role)
         assert ref is not None, "a running process has a start time"
         return ref
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from keepstep.actor.shards import local
+from keepstep.actor.shards import local, own_rows
 from keepstep.errors import ConfigError
 
 
@@ -56,6 +56,5 @@ class BaseWeights:
                 f"{self._folder}: {name} has the shape {shape}, its config says {tuple(param.shape)}.",
                 "Weights and config.json belong to different models.",
             )
-        share = -(-shape[0] // world_size) if shape else 0
-        part = stored[rank * share : (rank + 1) * share] if shape else stored[...]  # type: ignore[index]
+        part = stored[own_rows(shape[0], rank, world_size) if shape else ...]  # type: ignore[index]
         local(param).copy_(part)

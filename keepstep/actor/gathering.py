@@ -10,22 +10,20 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from keepstep.actor.shards import local
+from keepstep.actor.shards import local, own_rows
 
 BUCKET_ELEMENTS = 2**24
 """Of the full tensors that are gathered at once, or one tensor: 64 MiB in float32."""
 
 
-def gathered(
-    tensors: dict[str, torch.Tensor], bucket_elements: int = BUCKET_ELEMENTS
-) -> Iterator[tuple[str, torch.Tensor]]:
+def gathered(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full tensor) in order on rank 0, nothing elsewhere; a collective that every rank has to exhaust.
 
     Args:
         tensors: sharded along dimension 0 in the manner of `torch.chunk`, of one dtype; equal names on all ranks.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for names in buckets({name: tensor.numel() for name, tensor in tensors.items()}, bucket_elements):
+    for names in buckets({name: tensor.numel() for name, tensor in tensors.items()}, BUCKET_ELEMENTS):
         shapes = [tensors[name].shape for name in names]
         own = torch.cat([local(tensors[name]).flatten() for name in names])
         # Rank 0 has the largest share of each tensor, so of all.
@@ -51,8 +49,8 @@ def apart(parts: list[torch.Tensor], shapes: list[torch.Size]) -> Iterator[torch
 
 def num_elements(shape: torch.Size, rank: int, world_size: int) -> int:
     """Of this rank's chunk along dimension 0."""
-    share = -(-shape[0] // world_size)
-    return max(0, min(share, shape[0] - rank * share)) * shape[1:].numel()
+    rows = own_rows(shape[0], rank, world_size)
+    return (rows.stop - rows.start) * shape[1:].numel()
 
 
 def buckets(sizes: dict[str, int], most: int) -> Iterator[list[str]]:

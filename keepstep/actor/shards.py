@@ -118,8 +118,13 @@ def full_shapes(model: torch.nn.Module) -> Shapes:
 
 def own_chunk(full: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """This rank's chunk of a full tensor along dimension 0; may be empty."""
-    chunks = full.chunk(world_size, dim=0)
-    return chunks[rank] if rank < len(chunks) else full[:0]
+    return full[own_rows(full.shape[0], rank, world_size)]
+
+
+def own_rows(num_rows: int, rank: int, world_size: int) -> slice:
+    """Where this rank's chunk along dimension 0 begins and ends, as FSDP2 and `torch.chunk` cut; may be empty."""
+    share = -(-num_rows // world_size)
+    return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
 
 
 def check_names(params: Collection[str], names: set[str]) -> None:

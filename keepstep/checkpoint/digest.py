@@ -64,21 +64,21 @@ def tree_of(parts: list[str]) -> str:
     return f"{base64.b64encode(hashlib.sha256(b''.join(raw)).digest()).decode()}-{len(raw)}"
 
 
-def digest_file(path: Path, num_threads: int | None = None) -> FileDigest:
+def digest_file(path: Path) -> FileDigest:
     """Digest of a file, its parts hashed side by side in constant memory."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         part_size = part_size_for(size)
-        return FileDigest.from_parts(size, part_size, digest_parts(file.fileno(), size, part_size, num_threads))
+        return FileDigest.from_parts(size, part_size, digest_parts(file.fileno(), size, part_size))
 
 
-def digest_parts(fd: int, size: int, part_size: int, num_threads: int | None = None) -> list[str]:
+def digest_parts(fd: int, size: int, part_size: int) -> list[str]:
     """Hex SHA-256 of every part of an open file. hashlib releases the interpreter lock, so threads are enough."""
     count = num_parts(size, part_size)
     offsets = [index * part_size for index in range(count)]
     if count == 1:
         return [_digest_range(fd, 0, size)]
-    with ThreadPoolExecutor(min(count, num_threads or os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(count, os.cpu_count() or 1)) as pool:
         return list(pool.map(lambda offset: _digest_range(fd, offset, min(part_size, size - offset)), offsets))
 
 

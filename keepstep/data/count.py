@@ -59,13 +59,13 @@ def count_rows(files: Sequence[str], *, columns: Sequence[str] = ()) -> list[Fil
     return _settled(files, _Survey(files, columns, deep=False))
 
 
-def read_rows(files: Sequence[str], *, columns: Sequence[str] = ()) -> tuple[list[FileRecord], str]:
+def read_rows(files: Sequence[str]) -> tuple[list[FileRecord], str]:
     """`count_rows` that reads every page, and the digest of all rows in the order of the files (`row_digest`).
 
     Raises:
         DataError: as `count_rows`, and a page that cannot be decoded or is not what its CRC says.
     """
-    survey = _Survey(files, columns, deep=True)
+    survey = _Survey(files, (), deep=True)
     records = _settled(files, survey)
     if files and not survey.rows_sha256:
         raise DataError("The process that read the rows was killed between two files.", "Start the check again.")

@@ -112,7 +112,7 @@ def _lock_within(handle: int, timeout_s: float) -> bool:
             time.sleep(0.1)
 
 
-def end_group(leader: ProcessRef, children: Callable[[], list[ProcessRef]] = list, term_s: float = TERM_S) -> None:
+def end_group(leader: ProcessRef, children: Callable[[], list[ProcessRef]]) -> None:
     """End the living `children`, then the session that `leader` leads: SIGTERM, then SIGKILL to what is left.
 
     The leader lives until its children have left, and a moment longer: it is the one that tells how they ended.
@@ -122,7 +122,7 @@ def end_group(leader: ProcessRef, children: Callable[[], list[ProcessRef]] = lis
         if leader.alive():
             time.sleep(TOLD_S)
     if leader.alive():
-        _end_session(leader, term_s)
+        _end_session(leader)
     # What it was starting meanwhile.
     terminate(children(), grace_s=CHILDREN_GRACE_S)
 
@@ -132,9 +132,9 @@ def end_children(platform: Path, role: str) -> None:
     terminate(live_children(platform, role), grace_s=CHILDREN_GRACE_S)
 
 
-def _end_session(leader: ProcessRef, term_s: float) -> None:
+def _end_session(leader: ProcessRef) -> None:
     _signal_group(leader.pid, signal.SIGTERM)
-    deadline = time.monotonic() + term_s
+    deadline = time.monotonic() + TERM_S
     while leader.alive() and time.monotonic() < deadline:
         time.sleep(0.05)
     _signal_group(leader.pid, signal.SIGKILL)

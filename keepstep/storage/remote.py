@@ -219,7 +219,6 @@ class RemoteRun:
         step: int,
         run: RunDir,
         check_fence: Callable[[], None] = lambda: None,
-        on_bytes: OnBytes = ignore_bytes,
     ) -> Path:
         """Bring a step into `run`, hashed while written, verified as a whole on disk, then published.
 
@@ -239,7 +238,7 @@ class RemoteRun:
         try:
             _keep_only(folder, set(found.files))
             _check_room(folder, sum(digest.size for digest in found.files.values()))
-            self._fetch(step, found, folder, on_bytes)
+            self._fetch(step, found, folder)
             verdict = verify(folder, expected_step=step, expected_run_id=found.run_id)
             if not verdict.resumable:
                 raise CheckpointError(
@@ -254,14 +253,14 @@ class RemoteRun:
         shutil.rmtree(aside, ignore_errors=True)
         return run.checkpoint(step)
 
-    def _fetch(self, step: int, found: Manifest, folder: Path, on_bytes: OnBytes) -> None:
+    def _fetch(self, step: int, found: Manifest, folder: Path) -> None:
         # Small files first: what is wrong shows early.
         for name, digest in sorted(found.files.items(), key=lambda entry: entry[1].size):
             key = object_key(step, name, digest)
             if _is_optional(name) and self.store.head(key) is None:
                 continue
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            self.store.get_file(key, folder / name, digest, on_bytes)
+            self.store.get_file(key, folder / name, digest)
         write_atomic(folder / layout.MANIFEST, self.manifest_bytes(step) or b"")
         fsync_tree(folder)
 

