@@ -74,6 +74,7 @@ class Driver:
             if self.process.poll() is not None and not condition(self.events()):
                 raise AssertionError(f"ended with {self.process.returncode} before: {what}\n{self.tail()}")
             time.sleep(POLL_S)
+        self._end()
         raise AssertionError(f"not within {timeout_s} s: {what}\n{self.tail()}")
 
     def wait_for_step(self, step: int, attempt: int | None = None, timeout_s: float = 150) -> None:
