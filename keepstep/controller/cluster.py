@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from keepstep.actor.environment import rank_environment
 from keepstep.attempts import Attempt
 from keepstep.config.schema import RunConfig
 from keepstep.controller.placement import Placement, bundles
+from keepstep.controller.reporting import logger
 from keepstep.controller.workers import EngineWorker, RankWorker, Worker, WriterWorker
 from keepstep.errors import NoProgressError, first_line
-from keepstep.processes import ProcessRef, descendants
+from keepstep.processes import ProcessRef, descendants, terminate
 from keepstep.rollout.environment import engine_environment
 from keepstep.run import RunDir
 
@@ -39,6 +41,10 @@ LOCAL_ENVIRONMENT = {
 def temp_dir(run: RunDir, attempt: int) -> Path:
     """Ray's session folder. Its path must be short: a socket's path holds 107 bytes."""
     return Path("/tmp") / f"keepstep-{hashlib.sha256(str(run.root).encode()).hexdigest()[:8]}-{attempt}"
+
+
+RAY_WAITED = "timed out during startup"
+"""Ray's word on a raylet that was not up in 30 s."""
 
 
 def num_cpus(config: RunConfig) -> int:
@@ -82,16 +88,25 @@ class Cluster:
         # What a killed worker leaves in the folder for temporary files goes with the attempt's own.
         self._environment = {"TMPDIR": str(self._temp_dir / "tmp")}
         (self._temp_dir / "tmp").mkdir(parents=True, exist_ok=True)
-        try:
-            self._start_local()
-        except Exception as error:
-            # A machine that is overloaded, as a rule: nothing of ours runs yet.
-            raise NoProgressError(
-                f"Ray did not start here: {first_line(error)}", "See what else the machine does."
-            ) from error
+        self._start_local()
         self.record_services()
 
     def _start_local(self) -> None:
+        """Start Ray, as often as `timeouts.start_s` allows: its own limit is half a minute, and nothing raises it."""
+        deadline = time.monotonic() + self._config.timeouts.start_s
+        while True:
+            try:
+                return self._init()
+            except Exception as error:
+                # A machine that is overloaded, as a rule: nothing of ours runs yet.
+                if RAY_WAITED not in str(error) or time.monotonic() > deadline:
+                    message = f"Ray did not start here: {first_line(error)}"
+                    raise NoProgressError(message, "See what else the machine does.") from error
+                logger.warning("Ray did not start within half a minute; once more")
+            self._attempt.check()
+            self._end_unrecorded()
+
+    def _init(self) -> None:
         ray.init(
             address="local",
             include_dashboard=False,
@@ -156,10 +171,19 @@ class Cluster:
 
         Called after `ray.init`, when there are no actors yet, and again when all actors are recorded.
         """
+        for pid in self._unrecorded() if self._local else ():
+            self._attempt.add(pid, "ray")
+
+    def _unrecorded(self) -> list[int]:
         known = {ref.pid for ref in self._attempt.processes()}
-        for pid in descendants(os.getpid()):
-            if self._local and pid not in known:
-                self._attempt.add(pid, "ray")
+        return [pid for pid in descendants(os.getpid()) if pid not in known]
+
+    def _end_unrecorded(self) -> None:
+        """End what a Ray that did not start has left: it forgets its processes."""
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        refs = [ProcessRef.of(pid, "ray") for pid in self._unrecorded()]
+        terminate([ref for ref in refs if ref is not None])
 
     def stop(self) -> None:
         """End Ray (a local one as a whole) and remove its folder."""
