@@ -38,10 +38,10 @@ CASES = {
 }  # fmt: skip
 
 WIDE = [
-    # A rollout of more than a second, so that engines tell of what is finished in the middle of it.
-    "data.train_batch_size=512", f"{ACTOR}.ppo_mini_batch_size=256", f"{ROLLOUT}.num_engines=2",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=128", "trainer.total_training_steps=6",
-    "trainer.save_freq=3", "trainer.test_freq=-1", "resume.prefer_multiple=3", "retry.delays_s=[0.2]",
+    # A rollout of seconds, so that engines tell of what is finished in the middle of it.
+    "data.train_batch_size=1024", f"{ACTOR}.ppo_mini_batch_size=512", f"{ROLLOUT}.num_engines=2",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=128", "trainer.total_training_steps=4",
+    "trainer.save_freq=2", "trainer.test_freq=-1", "resume.prefer_multiple=2", "retry.delays_s=[0.2]",
     "s3.embedded=false",
 ]  # fmt: skip
 
@@ -75,12 +75,12 @@ def test_engines_with_gpus_of_their_own_train_what_colocated_ones_do(workspace: 
     assert colocated.run_to_end() == 0, colocated.tail()
     apart = Driver(workspace / f"apart_{role}", [*WIDE, "actor_rollout_ref.hybrid_engine=false"])
     apart.start()
-    apart.wait_for_step(4)
+    apart.wait_for_step(3)
     # The first responses are told of after a slice; nothing says so outside.
     time.sleep(1.3 * SLICE_S)
     apart.kill(role, 1)
     assert apart.wait(240) == 0, apart.tail()
     (lost,) = [event for event in apart.events() if event["event"] == "worker_lost"]
     assert lost["reason"].startswith("rollout: "), lost
-    assert differences(apart.run.checkpoint(6), colocated.run.checkpoint(6)) == []
+    assert differences(apart.run.checkpoint(4), colocated.run.checkpoint(4)) == []
     assert apart.rewards() == colocated.rewards()
