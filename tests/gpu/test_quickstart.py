@@ -32,3 +32,20 @@ def test_killed_run_on_gpus_ends_with_the_same_bytes(tmp_path: Path, num_gpus: i
     hit.kill_command()
     assert hit.run_to_end(600) == 0, hit.tail()
     assert differences(hit.run.checkpoint(12), undisturbed.run.checkpoint(12)) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_gpus"),
+    [("actor_rollout_ref.rollout.free_cache_engine=false", 1), ("actor_rollout_ref.hybrid_engine=false", 2)],
+    ids=["awake", "apart"],
+)
+def test_where_engines_keep_their_memory_changes_no_byte(tmp_path: Path, setting: str, num_gpus: int):
+    """Against engines that sleep beside one rank while it trains."""
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"fewer than {num_gpus} CUDA devices")
+    settings = [*OVERRIDES, "trainer.n_gpus_per_node=1"]
+    asleep = Driver(tmp_path / "asleep", settings, command="train")
+    other = Driver(tmp_path / "other", [*settings, setting], command="train")
+    assert asleep.run_to_end(600) == 0, asleep.tail()
+    assert other.run_to_end(600) == 0, other.tail()
+    assert differences(other.run.checkpoint(12), asleep.run.checkpoint(12)) == []
