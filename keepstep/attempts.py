@@ -62,14 +62,14 @@ def judge(
     lease_timeout_s: float,
     flow_heartbeat: float | None = None,
     starter: ProcessRef | None = None,
-    flow_run: str | None = None,
+    flow_run: Callable[[], str | None] = lambda: None,
 ) -> Claim:
     """Decide whether a new attempt may take over from the newest recorded one. Pure: everything is handed in.
 
     Args:
         flow_heartbeat: when the flow of that attempt was last heard of; None: it never was.
         starter: the flow that starts the new attempt.
-        flow_run: name of the flow run that started that attempt.
+        flow_run: name of the flow run that started that attempt; asked only where the claim tells it.
     """
     if record is None:
         return Claim("free", "no earlier attempt")
@@ -98,7 +98,8 @@ def judge(
     silence_s = now - flow_heartbeat if flow.host != host and flow_heartbeat is not None else 0.0
     if silence_s > lease_timeout_s:
         return Claim("orphan", f"{trainer} outlived its flow on {flow.host}, silent for {silence_s:.0f} s")
-    starter_name = f"flow run {flow_run}, " if flow_run else ""
+    name = flow_run()
+    starter_name = f"flow run {name}, " if name else ""
     return Claim("held", f"{held}, started by {starter_name}process {flow.pid} on {flow.host}")
 
 
@@ -122,7 +123,7 @@ def claim(run: RunDir, number: int, lease_timeout_s: float, starter: ProcessRef 
         lease_timeout_s=lease_timeout_s,
         flow_heartbeat=flow_heartbeat(run, number),
         starter=starter,
-        flow_run=flow_run_of(run, number),
+        flow_run=lambda: flow_run_of(run, number),
     )
 
 

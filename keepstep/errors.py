@@ -34,7 +34,8 @@ def first_line(error: BaseException) -> str:
 
 def last_line(said: object) -> str:
     """The last line, that is not empty, of what a process or an exception says: tracebacks end with their cause."""
-    return next((line.strip() for line in reversed(str(said).splitlines()) if line.strip()), "no word")
+    nothing = type(said).__name__ if isinstance(said, BaseException) else "no word"
+    return next((line.strip() for line in reversed(str(said).splitlines()) if line.strip()), nothing)
 
 
 class KeepstepError(Exception):

@@ -36,15 +36,13 @@ LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+RAY_WAITED = "timed out during startup"
+"""Ray's word on a raylet that was not up in 30 s."""
 
 
 def temp_dir(run: RunDir, attempt: int) -> Path:
     """Ray's session folder. Its path must be short: a socket's path holds 107 bytes."""
     return Path("/tmp") / f"keepstep-{hashlib.sha256(str(run.root).encode()).hexdigest()[:8]}-{attempt}"
-
-
-RAY_WAITED = "timed out during startup"
-"""Ray's word on a raylet that was not up in 30 s."""
 
 
 def num_cpus(config: RunConfig) -> int:

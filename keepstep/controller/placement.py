@@ -26,8 +26,6 @@ from keepstep.errors import NoProgressError, WorkerDiedError
 
 POLL_S = 1.0
 SIZE_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-
-
 RANK_GPU_SHARE, ENGINE_GPU_SHARE = 0.6, 0.4
 """Of a GPU, in Ray's books, where a rank and an engine share it."""
 

@@ -322,7 +322,7 @@ def _claim(
         heard = flow_heartbeat(run, record["attempt"]) if record else None
         return judge(
             record, alive=alive, now=now, host=host, boot=boot, lease_timeout_s=timeout_s, flow_heartbeat=heard,
-            flow_run=flow_run_of(run, record["attempt"]) if record else None,
+            flow_run=lambda: flow_run_of(run, record["attempt"]) if record else None,
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError, ValueError):
         return Claim("unknown", "the newest attempt's record is not whole")

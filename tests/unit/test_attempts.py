@@ -44,7 +44,7 @@ def test_the_holder_is_named_as_people_know_it():
     known: dict[str, Any] = {
         "alive": lambda _: True, "now": NOW, "host": HOST, "boot": BOOT, "lease_timeout_s": 90
     }  # fmt: skip
-    claim = judge(held, **known, flow_run="brave-otter")
+    claim = judge(held, **known, flow_run=lambda: "brave-otter")
     assert claim.reason == (
         f"attempt 3 runs on this host as process {OWNER}, started by flow run brave-otter, process {FLOW} on {HOST}"
     )

@@ -22,7 +22,12 @@ def test_the_first_line_says_something_of_every_error(error: Exception, expected
 
 @pytest.mark.parametrize(
     ("said", "expected"),
-    [("Traceback\n  …\nKeyError: 1\n\n", "KeyError: 1"), (ValueError("torn\nhere"), "here"), ("", "no word")],
+    [
+        ("Traceback\n  …\nKeyError: 1\n\n", "KeyError: 1"),
+        (ValueError("torn\nhere"), "here"),
+        ("", "no word"),
+        (KeyError(), "KeyError"),
+    ],
 )
 def test_a_traceback_ends_with_its_cause(said: object, expected: str):
     assert last_line(said) == expected
