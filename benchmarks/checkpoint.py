@@ -30,7 +30,7 @@ import ray
 
 from benchmarks.commands import BAR_S, measure, record
 from keepstep.actor.environment import rank_environment
-from keepstep.actor.rank import RankSpec
+from keepstep.actor.spec import RankSpec
 from keepstep.attempts import Attempt
 from keepstep.checkpoint.digest import READ_BYTES, SMALLEST_PART_BYTES
 from keepstep.config.load import load, to_yaml

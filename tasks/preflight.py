@@ -8,7 +8,7 @@ from prefect.logging import get_run_logger
 
 from keepstep.checkpoint.plan import ResumePlan
 from keepstep.config.schema import RunConfig
-from keepstep.preflight.checks import FAIL, WARN, Check, examine, refusal
+from keepstep.preflight.checks import FAIL, REWARD_SAMPLE, WARN, Check, examine, refusal
 from tasks.artifacts import publish
 
 
@@ -16,11 +16,11 @@ from tasks.artifacts import publish
 def preflight(config: RunConfig) -> tuple[int, ResumePlan]:
     """All checks of `keepstep preflight`; (total steps, where the run goes on). Raises what a start is refused for.
 
-    An attempt makes those that stop it once more itself, since each attempt changes what there is; the nodes of a
-    cluster are asked by the attempt, which is on it.
+    An attempt makes those that stop it once more itself, since each attempt changes what there is. Two are left to it:
+    the nodes of a cluster, which it is on, and the dry run of the export, which imports what it needs anyway.
     """
     elsewhere = (lambda _: []) if config.ray.address else None
-    checks, found = examine(config, on_nodes=elsewhere)
+    checks, found = examine(config, on_nodes=elsewhere, heavy=(REWARD_SAMPLE,))
     for check in checks:
         if check.status in (WARN, FAIL):
             get_run_logger().warning("%s: %s", check.id, check.sentence)

@@ -20,58 +20,16 @@ from keepstep.actor.batch import Batch, pack
 from keepstep.actor.build import build_model
 from keepstep.actor.forward import Statistics, token_statistics
 from keepstep.actor.host_buffer import HostBuffer
-from keepstep.actor.layout import Costs, Layout
+from keepstep.actor.layout import Costs
 from keepstep.actor.micro_batches import by_count, by_tokens, split_to
 from keepstep.actor.objective import Objective, Tokens
 from keepstep.actor.rng import restore_rng_states, rng_states, seed_everything
+from keepstep.actor.spec import RankSpec
 from keepstep.algorithm import losses
 from keepstep.algorithm.schedules import lr_factor
 from keepstep.checkpoint import layout, reader
-from keepstep.config.schema import ActorConfig, ModelConfig, RefConfig, RolloutCorrectionConfig
 from keepstep.errors import CheckpointError, NonFiniteError
 from keepstep.run import read_json
-
-
-@dataclass(frozen=True)
-class RankSpec:
-    """Where a rank stands and what it trains."""
-
-    rank: int
-    world_size: int
-    device: str
-    model_dir: str
-    """Config and tokenizer."""
-    base_dir: str
-    """The base model's weights, which adapters need in every attempt."""
-    model: ModelConfig
-    actor: ActorConfig
-    ref: RefConfig
-    temperature: float
-    total_steps: int
-    seed: int
-    collective_timeout_s: float
-    correction: RolloutCorrectionConfig
-    max_response_length: int
-    needs_reference: bool
-    needs_old_log_probs: bool
-    engines_sleep: bool
-    """The GPU is an engine's as well, which wakes up for the weights: what no tensor holds is given back before."""
-
-    @property
-    def layout(self) -> Layout:
-        return "grouped" if self.actor.use_prefix_grouper else "packed" if self.model.use_remove_padding else "padded"
-
-    @property
-    def backend(self) -> str:
-        """Of the process group: what is in host memory has collectives of its own."""
-        if self.device == "cpu":
-            return "gloo"
-        offloaded = self.actor.fsdp_config.param_offload or self.ref.fsdp_config.param_offload
-        return "cpu:gloo,cuda:nccl" if offloaded else "nccl"
-
-    @property
-    def objective(self) -> Objective:
-        return Objective(self.actor, self.correction, self.max_response_length)
 
 
 @dataclass(frozen=True)
@@ -93,6 +51,7 @@ class Rank:
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
+        self.objective = Objective(spec.actor, spec.correction, spec.max_response_length)
         if spec.device == "cpu":
             torch.set_num_threads(1)
         else:
@@ -354,7 +313,7 @@ class Rank:
         self, batch: Batch, log_probs: dict[str, np.ndarray], rows: list[int], sums: dict[str, float]
     ) -> float:
         """One optimizer update; adds this rank's metric sums to `sums`, returns the gradient norm before clipping."""
-        denominator = self._all_reduce([self.spec.objective.denominator(torch.from_numpy(batch.mask[rows]))])[0]
+        denominator = self._all_reduce([self.objective.denominator(torch.from_numpy(batch.mask[rows]))])[0]
         actor = self.spec.actor
         for part in self._cut(batch, rows, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu):
             self._backward(batch, log_probs, part, denominator, sums)
@@ -390,7 +349,7 @@ class Rank:
             ref=self._tensor(log_probs["ref"][rows, :width]) if "ref" in log_probs else None,
             advantages=self._tensor(part.advantages).unsqueeze(1),
         )
-        loss, terms = self.spec.objective(new, entropy, tokens)
+        loss, terms = self.objective(new, entropy, tokens)
         # FSDP averages gradients over the ranks; the mean is over the whole mini-batch.
         (loss * (self.spec.world_size / max(denominator, 1.0))).backward()
         for name, values in terms.items():

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,44 +26,13 @@ from keepstep.checkpoint import layout, manifest, reader
 from keepstep.checkpoint.digest import FileDigest, HashingWriter, digest_file
 from keepstep.checkpoint.publish import publish, quarantine
 from keepstep.checkpoint.verify import verify
-from keepstep.checkpoint.written import Written
+from keepstep.checkpoint.written import SaveRequest, SaveResult, Written
 from keepstep.errors import ExactnessError, NoRoomError, no_room_cause
 from keepstep.run import RunDir, fsync_file, fsync_tree
 
 TensorInfo = list[list[Any]]
 ROOM = 1.2
 """Free space that a save asks for, against the size of its tensors."""
-
-
-@dataclass
-class SaveRequest:
-    """What is saved beside the tensors."""
-
-    run_root: str
-    run_id: str
-    attempt: int
-    step: int
-    world_size: int
-    has_reference: bool
-    reference_step: int | None
-    """Published step of this run and layout whose `ref/` has the same content; None: the shards come along."""
-    trainer_state: dict[str, Any]
-    """Everything of trainer_state.json but the random streams."""
-    config_yaml: str
-    model_files: str
-    """Folder with the small Hugging Face files: config, tokenizer, generation config."""
-    engine_state: dict[str, Any]
-    layout: str = layout.FULL
-    waive_exactness: bool = False
-
-
-@dataclass
-class SaveResult:
-    step: int
-    outcome: str
-    """`published`, or `replayed_equal` when a standing, verified checkpoint of the step has the same tensors."""
-    num_bytes: int
-    quarantined: str | None = None
 
 
 def save(

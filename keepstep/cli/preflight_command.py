@@ -20,7 +20,7 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load(args.config, overrides)
     ended = clean(RunDir.at(config.trainer.output_dir), config.retry.lease_timeout_s) if args.clean else []
     try:
-        checks, _ = examine(config, on_nodes=_nodes(config), heavy=not args.quick, log=args.log)
+        checks, _ = examine(config, on_nodes=_nodes(config), heavy=() if args.quick else None, log=args.log)
     finally:
         servers.release(RunDir.at(config.trainer.output_dir).platform, ProcessRef.current("controller"))
     if args.json:

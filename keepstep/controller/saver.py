@@ -25,7 +25,7 @@ from keepstep.checkpoint.cadence import last_due
 from keepstep.checkpoint.history import verified_steps
 from keepstep.checkpoint.inventory import decide_for, goes_to_store, is_confirmed, layout_of, retire
 from keepstep.checkpoint.publish import point, quarantine
-from keepstep.checkpoint.writer import SaveRequest, SaveResult
+from keepstep.checkpoint.written import SaveRequest, SaveResult
 from keepstep.config.schema import RunConfig
 from keepstep.controller.children import run_command
 from keepstep.controller.groups import RankGroup

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from keepstep.actor.spec import RankSpec
 from keepstep.checkpoint import layout
 from keepstep.config.load import to_yaml
 from keepstep.controller import resume_probe
@@ -203,8 +205,6 @@ def upload_if_it_fits(session: Session, step: int) -> None:
 
 def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, supervisor: Supervisor, device: str) -> Crew:
     """Start all processes at once and record them; they import side by side."""
-    from keepstep.actor.rank import RankSpec
-
     config = session.config
     model_dir = session.model_files(chosen.step)
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
@@ -245,45 +245,52 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
         workforce.start_engine(index)
     workforce.start_ranks()
     ranks = RankGroup(*workforce.ranks(), supervisor, config.timeouts)
-    saver = start_saver(session, chosen, cluster, ranks)
+    await_writers = start_writers(session, cluster, ranks)
     ranks.connect()
     actors = [workforce.engine(index) for index in range(rollout.num_engines)]
+    # Last: they import behind the others, and nothing is saved before the first step.
+    saver = make_saver(session, chosen, lambda: start_writers(session, cluster, ranks)(), await_writers())
     cluster.record_services()
     engines = EngineGroup(actors, supervisor, config.timeouts, sleep=engines_sleep)
     return Crew(ranks, engines, saver, workforce)
 
 
-def start_saver(session: Session, chosen: ResumePlan, cluster: Cluster, ranks: RankGroup) -> Saver:
-    """The saver with its writers."""
-    config = session.config
-    # Its thread writes on while the loop is asked to leave: that save is what stays.
+def start_writers(session: Session, cluster: Cluster, ranks: RankGroup) -> Callable[[], Writers]:
+    """Start the processes that write checkpoints; what comes back waits for them and records them."""
+    start_s = session.config.timeouts.start_s
+    # The saver's thread writes on while the loop is asked to leave: that save is what stays.
     supervisor = Supervisor(session.leaving.check_fence)
-    sharded = config.checkpoint.layout == layout.SHARDED
+    sharded = session.config.checkpoint.layout == layout.SHARDED
+    nodes = [identity["node_id"] for identity in ranks.identities] if sharded else [cluster.own_node_id()]
+    actors = [cluster.writer(node_id) for node_id in nodes]
+    calls = [(f"writer {index}", actor.identity.remote()) for index, actor in enumerate(actors)]
 
-    def start_writers() -> Writers:
-        nodes = [identity["node_id"] for identity in ranks.identities] if sharded else [cluster.own_node_id()]
-        actors = [cluster.writer(node_id) for node_id in nodes]
-        calls = [(f"writer {index}", actor.identity.remote()) for index, actor in enumerate(actors)]
-        identities = supervisor.gather(calls, config.timeouts.start_s, "starting the writers")
+    def await_writers() -> Writers:
+        identities = supervisor.gather(calls, start_s, "starting the writers")
         for index, identity in enumerate(identities):
             cluster.record("writer", index, identity)
         if sharded:
-            return ShardWriters(actors, supervisor, config.timeouts.start_s)
+            return ShardWriters(actors, supervisor, start_s)
         return FullWriter(actors[0], identities[0]["host"], supervisor)
 
+    return await_writers
+
+
+def make_saver(session: Session, chosen: ResumePlan, start_again: Callable[[], Writers], writers: Writers) -> Saver:
+    """The saver; `start_again` starts writers in the place of lost ones and waits for them."""
     context = SaveContext(
         run=session.run,
         run_id=session.record["run_id"],
-        config=config,
+        config=session.config,
         config_yaml=to_yaml(session.config),
         model_files=session.model_files(chosen.step),
         num_rows=0,
-        has_reference=config.has_reference,
+        has_reference=session.config.has_reference,
         total_steps=session.start.total_steps,
         resumed_step=chosen.step,
         waive_exactness=session.waive_exactness(),
     )
-    return Saver(context, session.attempt, session.events, session.uploader, start_writers, start_writers())
+    return Saver(context, session.attempt, session.events, session.uploader, start_again, writers)
 
 
 def check_export(model_files: str) -> None:

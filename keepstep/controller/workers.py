@@ -34,6 +34,9 @@ class Worker:
 
 class RankWorker(Worker):
     def __init__(self) -> None:
+        # All that `build` and `connect` will import: a spare must have nothing left to wait for.
+        from transformers import AutoModelForCausalLM  # noqa: F401
+
         import keepstep.actor.rank  # noqa: F401
 
     def build(self, spec: Any) -> dict[str, Any]:

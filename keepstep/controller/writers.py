@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.checkpoint.writer import SaveRequest, SaveResult
+from keepstep.checkpoint.written import SaveRequest, SaveResult
 from keepstep.controller.supervision import Supervisor
 
 

@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,20 +86,20 @@ OnNodes = Callable[[node.Request], list[Check]]
 
 
 def examine(
-    config: RunConfig, *, on_nodes: OnNodes | None = None, heavy: bool = True, log: str | None = None
+    config: RunConfig, *, on_nodes: OnNodes | None = None, heavy: Sequence[Step] | None = None, log: str | None = None
 ) -> tuple[list[Check], Start]:
     """All checks in their order, and what they found; writes nothing into the run.
 
     Args:
         on_nodes: asks every node of the job; None: this machine alone.
-        heavy: also those that import transformers or call the reward function, in processes of their own.
+        heavy: which of `HEAVY`, each a process of its own, are made as well; None: all.
         log: a log of the run, which may be verl's.
     """
     start = Start(config, RunDir.at(config.trainer.output_dir))
     told = Step("told", lambda found: _told(found, log))
     checks: list[Check] = []
     try:
-        for step in [*STEPS, told, *LOOKS, *(HEAVY if heavy else ())]:
+        for step in [*STEPS, told, *LOOKS, *(HEAVY if heavy is None else heavy)]:
             checks += _make(step, start, {check.id for check in checks if check.status in (FAIL, SKIPPED)})
         checks += _ask_nodes(on_nodes or _here, config, start.run)
     finally:
@@ -290,10 +290,10 @@ LOOKS: tuple[Step, ...] = (
     Step("processes", _processes, ("output_dir",)),
     Step("store_writes", _store_writes, ("store",)),
 )
-HEAVY: tuple[Step, ...] = (
-    Step("reward_sample", _reward_sample, ("dataset", "reward")),
-    Step("export", _export, ("model",)),
-)
+REWARD_SAMPLE = Step("reward_sample", _reward_sample, ("dataset", "reward"))
+EXPORT = Step("export", _export, ("model",))
+HEAVY = (REWARD_SAMPLE, EXPORT)
+"""Those that import transformers or call the reward function."""
 
 
 def clean(run: RunDir, lease_timeout_s: float) -> list[str]:

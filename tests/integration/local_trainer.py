@@ -19,10 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from keepstep.actor.rank import Rank, RankSpec
+from keepstep.actor.rank import Rank
 from keepstep.actor.shards import trained
+from keepstep.actor.spec import RankSpec
 from keepstep.checkpoint import layout
-from keepstep.checkpoint.writer import SaveRequest, assemble, save
+from keepstep.checkpoint.writer import assemble, save
+from keepstep.checkpoint.written import SaveRequest
 from keepstep.config.load import load
 from keepstep.config.schema import RunConfig
 from keepstep.controller.leaving import Leaving

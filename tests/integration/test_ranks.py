@@ -19,12 +19,14 @@ import gc, hashlib, json, os, shutil, socket, sys
 import numpy as np, torch, torch.distributed as dist, torch.multiprocessing as mp
 from pathlib import Path
 from keepstep.actor.batch import deal, pack
-from keepstep.actor.rank import Rank, RankSpec
+from keepstep.actor.rank import Rank
+from keepstep.actor.spec import RankSpec
 from keepstep.actor.shards import open_snapshot
 from keepstep.checkpoint import writer
 from keepstep.checkpoint.sharded import ShardWriter
 from keepstep.checkpoint.stage import stage
-from keepstep.checkpoint.writer import SaveRequest, assemble, assemble_optimizer
+from keepstep.checkpoint.writer import assemble, assemble_optimizer
+from keepstep.checkpoint.written import SaveRequest
 from keepstep.config.schema import ActorConfig, ModelConfig, RefConfig, RolloutCorrectionConfig
 from keepstep.errors import CheckpointError
 from keepstep.quickstart.char_qwen3 import build_model, build_tokenizer

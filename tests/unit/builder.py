@@ -10,7 +10,8 @@ import numpy as np
 
 from keepstep.actor.rng import rng_states
 from keepstep.actor.shards import RankSnapshot, ReferenceSnapshot
-from keepstep.checkpoint.writer import SaveRequest, SaveResult, save
+from keepstep.checkpoint.writer import save
+from keepstep.checkpoint.written import SaveRequest, SaveResult
 from keepstep.run import RunDir, write_json
 
 SHAPES = {"embed.weight": (5, 3), "layer.weight": (4, 3), "norm.weight": (3,)}

@@ -453,7 +453,7 @@ MEMORY = """
 import json, sys
 from pathlib import Path
 import torch
-from keepstep.checkpoint import reader
+from keepstep.checkpoint import reader, shard_folder
 from keepstep.checkpoint.sharded import write_whole
 from keepstep.export import safetensors_stream
 from keepstep.export.weights import RoleWeights
@@ -481,7 +481,7 @@ def growth(source, out):
     return len(seen), max(seen) / 1024
 
 full = growth(reader.FullFile(reader.read_file(folder / "model.bin")), folder / "a.safetensors")
-sharded = growth(reader.ShardFolder(folder / "actor" / "model"), folder / "b.safetensors")
+sharded = growth(shard_folder.ShardFolder(folder / "actor" / "model"), folder / "b.safetensors")
 print(json.dumps([full, sharded]))
 """
 

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from keepstep.errors import EXIT_CONTRACT, EXIT_DATA, EXIT_HELD, ConfigError, Co
 from keepstep.preflight import checks, node
 from keepstep.preflight.checks import FAIL, OK, SKIPPED, WARN, Check, examine, exit_code, refusal
 from keepstep.preflight.foreign_log import settings_in
+from keepstep.preflight.start import Step
 from keepstep.processes import ProcessRef, boot_id, hostname
 from keepstep.run import write_json
 from tests.unit import standing_run
@@ -36,7 +38,9 @@ def standing(tmp_path: Path) -> Standing:
     return standing_run.make(tmp_path)
 
 
-def by_id(standing: Standing, *more: str, heavy: bool = False, log: str | None = None) -> dict[str, Check]:
+def by_id(
+    standing: Standing, *more: str, heavy: Sequence[Step] | None = (), log: str | None = None
+) -> dict[str, Check]:
     """The last check of each id."""
     found, _ = examine(standing.config(*more), heavy=heavy, log=log)
     return {check.id: check for check in found}
@@ -112,7 +116,7 @@ def test_a_cluster_that_cannot_be_asked_is_one_more_check(standing: Standing):
     def silent(_: node.Request) -> list[Check]:
         raise NoProgressError("no answer from node b")
 
-    found, _ = examine(standing.config(), on_nodes=silent, heavy=False)
+    found, _ = examine(standing.config(), on_nodes=silent, heavy=())
     assert (found[-1].id, found[-1].status, found[-1].sentence) == ("nodes", FAIL, "no answer from node b")
     assert "settings" in {check.id for check in found}
 
@@ -329,7 +333,7 @@ def test_a_store_that_is_not_there(standing: Standing, stub: Stub, monkeypatch: 
         raise StorageError("s3://bucket/run: no answer.")
 
     monkeypatch.setattr(remote.RemoteRun, "fetch_record", away)
-    found, _ = examine(standing.config(*with_store(stub)), heavy=False)
+    found, _ = examine(standing.config(*with_store(stub)), heavy=())
     told = {(check.id, check.status): check.sentence for check in found}
     assert "local checkpoints alone" in told["store", OK] and "does not answer" in told["store", WARN]
     assert ("store_writes", SKIPPED) in told
@@ -357,7 +361,7 @@ def reward(tmp_path: Path, body: str) -> str:
 
 def sample(tmp_path: Path, body: str) -> Check:
     given = reward(tmp_path, body)
-    return by_id(standing_run.make(tmp_path, given), given, heavy=True)["reward_sample"]
+    return by_id(standing_run.make(tmp_path, given), given, heavy=None)["reward_sample"]
 
 
 def test_a_reward_scores_the_first_row(tmp_path: Path):
