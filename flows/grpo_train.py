@@ -58,7 +58,36 @@ NUM_THREADS = 32
 LAST_TASKS_TIMEOUT_S = 60.0
 
 
-@flow(name="grpo-train", task_runner=ThreadPoolTaskRunner(max_workers=NUM_THREADS))
+def settings_of(
+    config: str = "quickstart",
+    overrides: dict[str, Any] = {},  # noqa: B006
+    form: TrainingForm | None = None,
+) -> RunConfig:
+    """The flow's parameters, with its defaults, as a configuration; `overrides` win over the form.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    return load(config, as_overrides((form.to_overrides() if form else {}) | overrides))
+
+
+def run_name() -> str:
+    """`<run>-<attempt>`, e.g. `quickstart-3`: the run's folder, and the attempt that comes next in it.
+
+    A flow run that is run again keeps its name, and so does one whose parameters the flow itself will refuse.
+    """
+    if flow_run.run_count:
+        return str(flow_run.name)
+    try:
+        # A deployment passes on what was given, without the flow's defaults.
+        config = settings_of(**flow_run.parameters)
+    except KeepstepError:
+        return str(flow_run.name)
+    run = RunDir.at(config.trainer.output_dir)
+    return f"{run.root.name}-{max(run.attempt_numbers(), default=0) + 1}"
+
+
+@flow(name="grpo-train", flow_run_name=run_name, task_runner=ThreadPoolTaskRunner(max_workers=NUM_THREADS))
 def grpo_train(
     config: str = "quickstart",
     overrides: dict[str, Any] = {},  # noqa: B006
@@ -71,9 +100,8 @@ def grpo_train(
         overrides: dotted key to value, e.g. {"trainer.total_training_steps": 40}.
         form: what is set most often, as fields of the deployment's page; `overrides` win over it.
     """
-    given = (form.to_overrides() if form else {}) | overrides
     try:
-        settings = load(config, as_overrides(given))
+        settings = settings_of(config, overrides, form)
     except KeepstepError as error:
         # Raised, it would stand in the log twice over with its traceback, and the state would bear no name.
         return Failed(name=NOT_RETRYABLE, message=str(error), data=error)

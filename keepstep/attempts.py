@@ -258,6 +258,9 @@ class Attempt:
 
     def check(self) -> None:
         """Raise `FencedError` when a newer attempt owns the run; called before anything is published or deleted."""
+        if not self._stands():
+            message = f"{self.run.attempt(self.number)} is gone: somebody removed or moved the run's folder."
+            raise FencedError(message, "Start again: it goes on from what is in the store.")
         check_fence(self.run, self.number)
 
     def close(self, outcome: Record) -> None:
@@ -269,10 +272,13 @@ class Attempt:
                 self._record["outcome"] = outcome
                 self._write()
 
+    def _stands(self) -> bool:
+        return self.run.attempt(self.number).exists()
+
     def _beat(self) -> None:
         while not self._closed.wait(self._heartbeat_s):
             try:
-                if is_fenced(self.run, self.number):
+                if is_fenced(self.run, self.number) or not self._stands():
                     self.fenced.set()
                     return
                 with self._lock:
@@ -283,7 +289,9 @@ class Attempt:
 
     def _write(self) -> None:
         self._record["heartbeat"] = time.time()
-        write_json(self.run.attempt(self.number), self._record)
+        # A folder that is gone must stay gone: what came back of it would be taken for somebody else's.
+        if self._stands():
+            write_json(self.run.attempt(self.number), self._record)
 
 
 class FlowHeartbeat:

@@ -19,7 +19,9 @@ from keepstep.run import RunDir
 def start(attempt: Attempt) -> subprocess.Popen[bytes]:
     """Start the reaper of an attempt; it lives a moment longer than this process."""
     command = [sys.executable, "-m", "keepstep.reaper", str(attempt.run.root), str(attempt.number)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    # It must not hold the attempt's own output open, at whose end somebody waits.
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
     attempt.add(process.pid, "reaper")
     return process
 

@@ -1,4 +1,4 @@
-"""Everything that can be refused before a rank or an engine starts."""
+"""What is refused before an attempt begins."""
 
 from __future__ import annotations
 

@@ -53,6 +53,7 @@ def point(link: Path, run: RunDir, step: int, check_fence: Fence) -> None:
     if link.is_symlink() and os.readlink(link) == target and run.text_of(link).is_file():
         return
     temporary = run.checkpoints / f"{TEMPORARY_PREFIX}{link.name}"
+    check_fence()
     temporary.unlink(missing_ok=True)
     # Relative to the link's own folder, so that a moved run keeps a working link.
     temporary.symlink_to(target)

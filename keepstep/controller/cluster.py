@@ -76,9 +76,11 @@ class Cluster:
             self._placement = Placement.reserve(self._config, self._attempt.check)
 
     def _connect(self) -> None:
-        for number in self._run.attempt_numbers():
-            if number < self._attempt.number:
-                shutil.rmtree(temp_dir(self._run, number), ignore_errors=True)
+        # By their names: of attempts in a folder that was lost since there is no other trace.
+        own = temp_dir(self._run, self._attempt.number)
+        for folder in own.parent.glob(own.name.rpartition("-")[0] + "-*"):
+            if folder != own:
+                shutil.rmtree(folder, ignore_errors=True)
         if not self._local:
             ray.init(address="auto", log_to_driver=True, namespace=f"keepstep-{self._run.default_s3_prefix}")
             return

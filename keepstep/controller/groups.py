@@ -117,8 +117,10 @@ class RankGroup:
     def full_weights(self) -> Any:
         """Reference to the full weights, which rank 0 holds when all ranks have gathered."""
         references = [actor.full_weights.remote() for actor in self.actors]
-        calls = [(f"rank {rank}", reference) for rank, reference in enumerate(references)][1:]
-        self._supervisor.gather(calls, self._timeouts.step_s, "gathering weights")
+        calls = [(f"rank {rank}", reference) for rank, reference in enumerate(references)]
+        self._supervisor.gather(calls[1:], self._timeouts.step_s, "gathering weights")
+        # Whoever is given the reference would be taken for the one that hangs.
+        self._supervisor.gather(calls[:1], self._timeouts.step_s, "gathering weights", fetch=False)
         return references[0]
 
     def fetch_weights(self) -> dict[str, np.ndarray]:

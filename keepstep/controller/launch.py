@@ -6,6 +6,7 @@ that nobody needs to see its disk. Its last event tells how it ended.
 Concurrency:
   reader (caller's thread)  consumes the trainer's output until it ends; hands events to `on_event`
   silence watcher           ends a trainer of which nothing was heard for longer than its longest legitimate act
+  burier                    of a child that has ended while another process still holds its output: ends what it left
   stop watcher              waits for `stop` or the trainer's end (0.2 s polls); sends SIGTERM, or stops the job
   flow heartbeat            of a job only: says to other hosts that this process, which follows it, lives
   the trainer's stdin       is a pipe that this process holds: it ends within seconds of this process's death
@@ -37,6 +38,10 @@ TERMINAL_EVENTS = ("finished", "failed", "preempted", "fenced")
 POLL_S = 0.2
 JOB_POLL_S = 1.0
 SILENCE_MARGIN_S = 120.0
+WAITS_OF_A_START = 8
+"""Ray, GPUs, ranks, two meetings, engines, writers, the load: each may take `timeouts.start_s`, without an event."""
+EOF_PATIENCE_S = 20.0
+"""How long the output of a trainer that has ended may stay open: the reaper ends within this what would hold it."""
 REQUEST_TIMEOUT_S = 30.0
 HEAD_PATIENCE_S = 30.0
 """How long a job server that does not answer may come back, before its cluster counts as lost."""
@@ -91,11 +96,19 @@ def _run_child(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> E
         errors="replace",
     )
     silence = _Silence(config, process)
-    for watch in (lambda: _pass_on_stop(process, stop, config.retry.term_grace_s), silence.watch):
+    heard_out = threading.Event()
+
+    def bury() -> None:
+        process.wait()
+        if not heard_out.wait(EOF_PATIENCE_S):
+            _end_leftovers(config, process.pid)
+
+    for watch in (lambda: _pass_on_stop(process, stop, config.retry.term_grace_s), silence.watch, bury):
         threading.Thread(target=watch, daemon=True).start()
     assert process.stdout is not None and process.stdin is not None
     with process.stdin, process.stdout:
         last, tail = _follow(process.stdout, silence.breaking(on_event))
+        heard_out.set()
         status = process.wait(timeout=60)
     _end_leftovers(config, process.pid)
     if silence.too_long:
@@ -116,7 +129,7 @@ class _Silence:
 
     def __init__(self, config: RunConfig, process: _Trainer) -> None:
         longest = (
-            config.timeouts.start_s,
+            WAITS_OF_A_START * config.timeouts.start_s,
             config.timeouts.step_s,
             config.checkpoint.save_timeout_s + config.checkpoint.verify_timeout_s,
             config.s3.final_timeout_s,
@@ -348,11 +361,15 @@ def _follow(lines: Iterable[str] | IO[str], on_event: OnEvent) -> tuple[Event | 
     for line in lines:
         # Somebody's print without a line end may stand before an event on its line.
         before, prefix, text = line.partition(EVENT_PREFIX)
+        try:
+            event = json.loads(text) if prefix else None
+        except ValueError:
+            # The trainer was killed in the middle of the line.
+            before, event = line, None
         if before.strip():
             tail = [*tail[-19:], before.rstrip()]
-        if not prefix:
+        if event is None:
             continue
-        event = json.loads(text)
         on_event(event)
         if event["event"] in TERMINAL_EVENTS:
             last = event

@@ -104,9 +104,9 @@ class Leaving:
             raise StepDropped
 
     def check_fence(self) -> None:
-        """Raise `FencedError` when a newer attempt owns the run. For the threads beside the loop."""
+        """Raise `FencedError` when the run is this attempt's no more. For the threads beside the loop."""
         if self.fenced is not None and self.fenced.is_set():
-            raise FencedError("A newer attempt took the run over.")
+            raise FencedError("A newer attempt took the run over, or somebody removed its folder.")
 
     def heed(self) -> bool:
         return self.asked.is_set()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from typing import Any
 
 from keepstep.config.load import to_dotted
 from keepstep.config.schema import RunConfig
-from keepstep.events.log import EventLog, utc_now
+from keepstep.events.log import EventLog, JsonLines, utc_now
 from keepstep.run import RunDir
 
 logger = logging.getLogger("keepstep")
@@ -52,18 +50,18 @@ class Reporter:
         self._events = events
         self._total_steps = total_steps
         self._attempt = events.attempt
-        self._metrics = os.open(run.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._metrics = JsonLines(run.metrics)
         self._board = SummaryWriter(str(run.tensorboard), flush_secs=30)
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
         fields = {short: metrics[name] for name, short in STEP_FIELDS.items() if name in metrics}
         self._events.emit("step", step=step, total=self._total_steps, **fields)
         line: dict[str, Any] = {"time": utc_now(), "attempt": self._attempt, "step": step, **metrics}
-        os.write(self._metrics, (json.dumps(line, allow_nan=False) + "\n").encode())
+        self._metrics.append(line)
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
         logger.info("step %d/%d %s", step, self._total_steps, " ".join(f"{k}={v:.6g}" for k, v in fields.items()))
 
     def close(self) -> None:
         self._board.close()
-        os.close(self._metrics)
+        self._metrics.close()

@@ -174,6 +174,7 @@ class Saver:
                 if last_try or self._closing.is_set():
                     raise
                 self.events.emit("worker_lost", role="writer", step=request.step)
+                self.writers.end()
                 self.writers = self.start_writers()
                 self.events.emit("recovered", role="writer", step=request.step)
         raise AssertionError("unreachable")

@@ -5,6 +5,7 @@ run_attempt ── prepare (writes nothing) ── Attempt.acquire ── Sessio
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -171,7 +172,11 @@ class Session:
         finally:
             os.environ.pop(MARK_VARIABLE, None)
             self._end_processes()
-            self.attempt.close(outcome)
+            try:
+                self.attempt.close(outcome)
+            except OSError as full:
+                # Raised, it would hide how the attempt ended.
+                logger.error("the end of the attempt could not be recorded: %s", full)
             self.events.close()
 
     def execute(self) -> Record:
@@ -234,7 +239,7 @@ class Session:
         return [drift.field for drift in self.start.waived] + exactness
 
     def _write_record(self) -> Record:
-        """run.json and config.yaml at the first start; brought back from the store for a lost folder."""
+        """run.json and config.yaml, where they are missing: at the first start, and for a folder that was lost."""
         record = self.start.existing
         if record is None:
             record = {
@@ -379,7 +384,8 @@ class Session:
             logger.error("%s", error)
             self.events.emit(kind, **{key: value for key, value in outcome.items() if key != "status"})
         except OSError as full:
-            print(f"keepstep: the end of the attempt could not be written: {full}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                print(f"keepstep: the end of the attempt could not be written: {full}", file=sys.stderr)
 
     def _end_processes(self) -> None:
         """End what this attempt started, before its outcome is recorded."""
@@ -393,8 +399,9 @@ class Session:
         try:
             outcome = outcome_of(failure)
             self._tell(failure, outcome)
-            # What `keepstep.cli.main` says of an error that comes up to it.
-            print(f"keepstep: {failure}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                # What `keepstep.cli.main` says of an error that comes up to it; a flow that was killed reads nothing.
+                print(f"keepstep: {failure}", file=sys.stderr, flush=True)
             self.attempt.close(outcome)
         finally:
             self._end_processes()

@@ -18,11 +18,15 @@ from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
     ActorUnschedulableError,
-    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
     OutOfMemoryError,
     RayActorError,
-    RayTaskError,
+    RayError,
+    RuntimeEnvSetupError,
     TaskUnschedulableError,
+    WorkerCrashedError,
 )
 
 from keepstep import errors
@@ -31,8 +35,12 @@ from keepstep.processes import ProcessRef
 
 POLL_S = 0.5
 WATCH_S = 1.0
-NO_PLACE = (ActorUnschedulableError, TaskUnschedulableError)
-"""What is pinned to a node that is gone."""
+LOST = (
+    RayActorError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError, ObjectLostError, RuntimeEnvSetupError,
+    # What is pinned to a node that is gone.
+    ActorUnschedulableError, TaskUnschedulableError,
+)  # fmt: skip
+"""Ray's words on a process, or its node, that is gone."""
 CAUSE_PATIENCE_S = 3.0
 
 
@@ -57,8 +65,11 @@ class Supervisor:
         """Told which of them have ended while another's answer is waited for, and what for; may raise."""
         self._looked = 0.0
 
-    def gather(self, calls: Sequence[tuple[str, Any]], timeout_s: float, what: str) -> list[Any]:
+    def gather(self, calls: Sequence[tuple[str, Any]], timeout_s: float, what: str, *, fetch: bool = True) -> list[Any]:
         """Results of (role, reference) pairs, in order.
+
+        Args:
+            fetch: False: wait until they are there, and leave them where they are, failures as well; each is None.
 
         Raises:
             WorkerDiedError: a process went away, with its role.
@@ -77,11 +88,11 @@ class Supervisor:
                 late = {role_of[reference] for reference in pending}
                 message = f"{what}: no answer from {', '.join(sorted(late))} within {timeout_s:.0f} s."
                 raise errors.NoProgressError(message).of(late)
-            ready, _ = ray.wait(pending, num_returns=1, timeout=POLL_S)
+            ready, _ = ray.wait(pending, num_returns=1, timeout=POLL_S, fetch_local=fetch)
             for reference in ready:
                 try:
-                    results[reference] = ray.get(reference)
-                except (RayActorError, RayTaskError, GetTimeoutError, *NO_PLACE) as error:
+                    results[reference] = ray.get(reference) if fetch else None
+                except RayError as error:
                     raise self._diagnose(error, role_of, reference, pending, what) from error
         return [results[reference] for _, reference in calls]
 
@@ -140,7 +151,7 @@ def classify(error: BaseException, what: str) -> errors.KeepstepError:
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, errors.KeepstepError):
         return cause
-    if isinstance(error, (RayActorError, *NO_PLACE)):
+    if isinstance(error, LOST):
         return errors.WorkerDiedError(f"{what}: a worker died ({errors.last_line(error)}).")
     if isinstance(cause, OutOfMemoryError) or errors.is_out_of_memory(cause):
         return errors.OutOfMemoryError(f"{what}: out of memory ({errors.last_line(cause)}).")

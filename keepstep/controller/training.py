@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from keepstep.controller.trainer import Parts, Trainer
 
 
+LOADER_PATIENCE_S = 20.0
 LAST_WORDS_S = 5.0
 """Of the grace, for ending the processes and recording the end."""
 
@@ -76,10 +79,8 @@ def train(session: Session, chosen: ResumePlan) -> None:
     drains = DrainWatch(cluster, session.leaving, session.events)
     saver: Saver | None = None
     try:
-        with ThreadPoolExecutor(1, thread_name_prefix="data") as loader:
-            # The data set and the tokenizer load while the workers import.
-            exportable = loader.submit(check_export, session.model_files(chosen.step))
-            data = loader.submit(load_data, session, session.model_files(chosen.step))
+        # The data set and the tokenizer load while the workers import.
+        with Loading(session, session.model_files(chosen.step)) as loading:
             cluster.start()
             if session.config.ray.address:
                 check_nodes(session)
@@ -88,8 +89,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
             supervisor = Supervisor(session.leaving.check)
             crew = start_workers(session, chosen, cluster, supervisor, device)
             saver = crew.saver
-            exportable.result(timeout=session.config.timeouts.start_s)
-            train_set, val_set, tokenizer = data.result(timeout=session.config.timeouts.start_s)
+            train_set, val_set, tokenizer = loading.result()
         num_rows = len(train_set)
         state = load_state(session, chosen, crew.ranks, supervisor, num_rows)
         saver.context.num_rows = num_rows
@@ -163,6 +163,8 @@ def fit(session: Session, parts: Parts, state: TrainState, recovery: Recovery) -
 
 def train_to_end(session: Session, trainer: Trainer, parts: Parts) -> None:
     """The loop, then the saves that are owed; with `trainer.debug` one step and no save."""
+    # Of a step that was broken off: it comes again, and counts once.
+    parts.scorer.take_metrics()
     trainer.sync_weights()
     logger.info("engine: weight version %d", trainer.state.global_step)
     if session.config.trainer.debug:
@@ -204,7 +206,7 @@ def upload_if_it_fits(session: Session, step: int) -> None:
 
 
 def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, supervisor: Supervisor, device: str) -> Crew:
-    """Start all processes at once and record them; they import side by side."""
+    """Start all processes and record them; they import side by side, the writers once the ranks have."""
     config = session.config
     model_dir = session.model_files(chosen.step)
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
@@ -245,33 +247,41 @@ def start_workers(session: Session, chosen: ResumePlan, cluster: Cluster, superv
         workforce.start_engine(index)
     workforce.start_ranks()
     ranks = RankGroup(*workforce.ranks(), supervisor, config.timeouts)
-    await_writers = start_writers(session, cluster, ranks)
+    # The saver's thread writes on while the loop is asked to leave: that save is what stays.
+    saving = Supervisor(session.leaving.check_fence)
+    await_writers = start_writers(session, cluster, ranks, saving)
     ranks.connect()
     actors = [workforce.engine(index) for index in range(rollout.num_engines)]
     # Last: they import behind the others, and nothing is saved before the first step.
-    saver = make_saver(session, chosen, lambda: start_writers(session, cluster, ranks)(), await_writers())
+    writers = await_writers(supervisor)
+    saver = make_saver(session, chosen, lambda: start_writers(session, cluster, ranks, saving)(saving), writers)
     cluster.record_services()
     engines = EngineGroup(actors, supervisor, config.timeouts, sleep=engines_sleep)
     return Crew(ranks, engines, saver, workforce)
 
 
-def start_writers(session: Session, cluster: Cluster, ranks: RankGroup) -> Callable[[], Writers]:
-    """Start the processes that write checkpoints; what comes back waits for them and records them."""
+def start_writers(
+    session: Session, cluster: Cluster, ranks: RankGroup, saving: Supervisor
+) -> Callable[[Supervisor], Writers]:
+    """Start the processes that write checkpoints; what comes back waits for them, by whose waits it is given, and
+    records them.
+
+    Args:
+        saving: how their saves are waited for.
+    """
     start_s = session.config.timeouts.start_s
-    # The saver's thread writes on while the loop is asked to leave: that save is what stays.
-    supervisor = Supervisor(session.leaving.check_fence)
     sharded = session.config.checkpoint.layout == layout.SHARDED
     nodes = [identity["node_id"] for identity in ranks.identities] if sharded else [cluster.own_node_id()]
     actors = [cluster.writer(node_id) for node_id in nodes]
     calls = [(f"writer {index}", actor.identity.remote()) for index, actor in enumerate(actors)]
 
-    def await_writers() -> Writers:
-        identities = supervisor.gather(calls, start_s, "starting the writers")
+    def await_writers(waiting: Supervisor) -> Writers:
+        identities = waiting.gather(calls, start_s, "starting the writers")
         for index, identity in enumerate(identities):
             cluster.record("writer", index, identity)
         if sharded:
-            return ShardWriters(actors, supervisor, start_s)
-        return FullWriter(actors[0], identities[0]["host"], supervisor)
+            return ShardWriters(actors, saving, start_s)
+        return FullWriter(actors[0], identities[0]["host"], saving)
 
     return await_writers
 
@@ -293,7 +303,48 @@ def make_saver(session: Session, chosen: ResumePlan, start_again: Callable[[], W
     return Saver(context, session.attempt, session.events, session.uploader, start_again, writers)
 
 
-def check_export(model_files: str) -> None:
+class Loading:
+    """Data sets and tokenizer, loaded by a thread. Use as a context manager.
+
+    Concurrency: one daemon thread, which waits for nothing of ours. Who leaves the context waits for it for a moment:
+    the interpreter does not like to end in the middle of an import.
+    """
+
+    def __init__(self, session: Session, model_files: str) -> None:
+        self._timeout_s = session.config.timeouts.start_s
+        self._loaded: Future[tuple[Any, Any, Any]] = Future()
+        self._thread = threading.Thread(target=self._load, args=(session, model_files), name="data", daemon=True)
+
+    def __enter__(self) -> Loading:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(timeout=LOADER_PATIENCE_S)
+
+    def result(self) -> tuple[Any, Any, Any]:
+        """(training set, validation set or None, tokenizer).
+
+        Raises:
+            KeepstepError: what `check_export` and `load_data` raise.
+            NoProgressError: it takes too long.
+        """
+        if not wait_for_futures([self._loaded], self._timeout_s).done:
+            raise NoProgressError(
+                f"The data set and the tokenizer did not load within {self._timeout_s:.0f} s.",
+                "See whether their filesystem answers; or raise timeouts.start_s.",
+            )
+        return self._loaded.result()
+
+    def _load(self, session: Session, model_files: str) -> None:
+        try:
+            check_export(session, model_files)
+            self._loaded.set_result(load_data(session, model_files))
+        except BaseException as error:
+            self._loaded.set_exception(error)
+
+
+def check_export(session: Session, model_files: str) -> None:
     """Config, generation config and tokenizer can be written out: at the end of the run it would be too late to know.
 
     Raises:
@@ -302,7 +353,11 @@ def check_export(model_files: str) -> None:
     from keepstep.export import dry_run
 
     if problem := dry_run.problem(model_files):
-        raise ConfigError(f"An export of {model_files} would fail: {problem}", "Mend the model's folder first.")
+        remedy = "Mend the model's folder first."
+        if not session.run.steps():
+            # The run's record holds the model's files as they are.
+            remedy = f"Mend the model's folder, and remove {session.run.root}: nothing was saved yet."
+        raise ConfigError(f"An export of {model_files} would fail: {problem}", remedy)
 
 
 def load_data(session: Session, model_files: str) -> tuple[Any, Any, Any]:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from keepstep.checkpoint.written import SaveRequest, SaveResult
 from keepstep.controller.supervision import Supervisor
 
@@ -33,6 +35,9 @@ class FullWriter:
         """Per rank, whether its memory can be mapped by who writes it."""
         return [host == self._host for host in rank_hosts]
 
+    def end(self) -> None:
+        ray.kill(self._actor)
+
     def save(self, request: SaveRequest, snapshots: Snapshots, timeout_s: float) -> SaveResult:
         call = self._actor.save.remote(request, snapshots.reference, snapshots.ranks)
         return self._supervisor.gather([("writer", call)], timeout_s, f"saving step {request.step}")[0]
@@ -47,6 +52,11 @@ class ShardWriters:
 
     def shares_memory_with(self, rank_hosts: list[str]) -> list[bool]:
         return [True for _ in rank_hosts]
+
+    def end(self) -> None:
+        """Before others take their places: one that is still at work would delete what those write."""
+        for actor in self._actors:
+            ray.kill(actor)
 
     def save(self, request: SaveRequest, snapshots: Snapshots, timeout_s: float) -> SaveResult:
         deadline = time.monotonic() + timeout_s

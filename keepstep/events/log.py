@@ -1,13 +1,15 @@
-"""Writing and reading events.jsonl.
+"""Writing and reading events.jsonl and metrics.jsonl.
 
-One `write` per line on an O_APPEND descriptor, so lines of several processes never interleave. A line torn by a kill
-is closed by the next writer and skipped by readers.
+One `write` per line on an O_APPEND descriptor, so lines of several processes never interleave. A line torn by a kill or
+a full disk is closed by the next writer and skipped by readers.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,17 +23,46 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+class JsonLines:
+    """A JSONL file that is appended to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self._fd).st_size
+        # Reentrant: a handler of a signal may write of the end in the middle of another line.
+        self._lock = threading.RLock()
+        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+    def append(self, record: Event) -> None:
+        """Append a line. Safe from any thread.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        with self._lock:
+            line = b"\n" * self._torn + line
+            # A nearly full disk takes a part of it and says no more than how much: the next line must not go on there.
+            self._torn = os.write(self._fd, line) < len(line)
+            if self._torn:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+
+    def sync(self) -> None:
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 class EventLog:
     """Appends the events of one attempt and hands each to the listeners."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self.attempt = attempt
         self.listeners: list[Listener] = []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")
+        self._lines = JsonLines(path)
 
     def emit(self, event: str, **fields: Any) -> Event:
         """Append one event, make it durable, tell the listeners. Safe from any thread.
@@ -39,8 +70,8 @@ class EventLog:
         A listener that fails (its terminal or its pipe is gone) is told nothing more: showing must not stop training.
         """
         record: Event = {"time": utc_now(), "attempt": self.attempt, "event": event, **fields}
-        os.write(self._fd, (json.dumps(record, allow_nan=False) + "\n").encode())
-        os.fdatasync(self._fd)
+        self._lines.append(record)
+        self._lines.sync()
         for listener in list(self.listeners):
             try:
                 listener(record)
@@ -49,7 +80,7 @@ class EventLog:
         return record
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._lines.close()
 
 
 def read_jsonl(path: Path, containing: bytes = b"") -> Iterator[Event]:

@@ -67,6 +67,7 @@ class ObjectStore(Protocol):
 
         Raises:
             DamagedObjectError: the object is missing or differs; the file is then incomplete.
+            NoRoomError: the filesystem is full.
         """
         ...
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from keepstep.checkpoint.digest import FileDigest
-from keepstep.errors import StorageError, StorageRefusedError
+from keepstep.errors import NO_ROOM_ERRNOS, NoRoomError, StorageError, StorageRefusedError
 from keepstep.storage.bandwidth import Bandwidth
 from keepstep.storage.parts import FilePart, PartSink, check_size, holds_part, open_part, part_span
 from keepstep.storage.plain_http import PlainHttp, UnexpectedAnswerError, leads_through_proxy
@@ -145,7 +145,12 @@ class S3Store:
         self._run(self._put_file(path, key, digest, on_bytes))
 
     def get_file(self, key: str, path: Path, digest: FileDigest) -> None:
-        self._run(self._get_file(key, path, digest))
+        try:
+            self._run(self._get_file(key, path, digest))
+        except OSError as error:
+            if error.errno not in NO_ROOM_ERRNOS:
+                raise
+            raise NoRoomError(f"No room for {path}: {error.strerror}.", "Free space, start again.") from error
 
     def put_bytes(self, key: str, data: bytes, if_absent: bool = False) -> bool:
         condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
@@ -625,7 +630,12 @@ def _base64(raw: bytes) -> str:
 
 
 def _is_storage(error: Exception) -> bool:
-    """s3fs raises translated OSErrors and raw botocore and aiohttp errors, which are not OSErrors."""
+    """s3fs raises translated OSErrors and raw botocore and aiohttp errors, which are not OSErrors.
+
+    A disk that has no room for a download is this machine's matter.
+    """
+    if isinstance(error, OSError) and error.errno in NO_ROOM_ERRNOS:
+        return False
     module = type(error).__module__.partition(".")[0]
     return module in ("botocore", "aiobotocore", "aiohttp", "http") or isinstance(error, OSError | TimeoutError)
 

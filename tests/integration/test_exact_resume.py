@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.processes import ProcessRef
+from keepstep.run import read_json
 from tests.integration.compare import differences, num_tensors
 from tests.integration.conftest import OVERRIDES, TOTAL_STEPS
 from tests.integration.driver import Driver, wait_until_gone
@@ -77,6 +78,7 @@ def test_killed_run_ends_with_the_same_bytes(workspace: Path, reference: Driver)
 
     hit.kill_command()
     assert wait_until_gone(hit.all_processes()) == []
+    assert read_json(hit.run.attempt(3))["outcome"]["class"] == "orphaned"
     hit.start()
     wait_for_attempt(hit, 4)
     assert resumed_steps(hit)[4] == 20

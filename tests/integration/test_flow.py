@@ -8,14 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from keepstep.config.schema import RunConfig
 from keepstep.errors import CheckpointError, ConfigError, NoProgressError, Preempted, WorkerDiedError
-from keepstep.run import read_json
+from keepstep.run import RunDir, read_json, write_json
 from tests.unit import export_builder
+
+if TYPE_CHECKING:
+    from prefect.client.schemas import FlowRun
 
 pytestmark = pytest.mark.integration
 
@@ -106,15 +109,27 @@ def task_runs(*, named: str = "") -> dict[str, str]:
             time.sleep(0.2)
 
 
-def flow_state() -> tuple[str, str]:
-    """(type, name) of the newest flow run's state."""
+def newest_flow_run() -> FlowRun:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.sorting import FlowRunSort
 
     with get_client(sync_client=True) as client:
-        state = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0].state
-        assert state is not None
-        return state.type.value, state.name or ""
+        return client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
+
+
+def flow_state() -> tuple[str, str]:
+    """(type, name) of the newest flow run's state."""
+    state = newest_flow_run().state
+    assert state is not None
+    return state.type.value, state.name or ""
+
+
+def test_a_flow_run_is_named_after_its_folder_and_its_first_attempt(train, tmp_path: Path) -> None:
+    train(good)
+    assert newest_flow_run().name == "run-1"
+    write_json(RunDir.at(tmp_path / "run").attempt(4), {})
+    train(good)
+    assert newest_flow_run().name == "run-5"
 
 
 def test_every_save_and_upload_is_a_task_run_with_its_step(train) -> None:

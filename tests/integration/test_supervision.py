@@ -6,6 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +40,28 @@ def workers() -> Iterator[tuple[Any, Any]]:
     ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=False)
     yield Worker.remote(), Worker.remote()
     ray.shutdown()
+
+
+def test_rank_0_that_hangs_in_the_weights_is_no_engine(workers: tuple[Any, Any]):
+    """The others may have sent theirs; an engine that is given the reference would wait for it within its own call."""
+    import ray
+
+    from keepstep.config.schema import TimeoutConfig
+    from keepstep.controller.groups import RankGroup
+    from keepstep.controller.supervision import Supervisor
+
+    @dataclass
+    class Rank:
+        full_weights: Any
+
+    first, _ = workers
+    ranks = [Rank(SimpleNamespace(remote=partial(actor.work.remote, 3 * (actor is first)))) for actor in workers]
+    group = RankGroup(ranks, [], Supervisor(lambda: None), TimeoutConfig(step_s=1))
+    with pytest.raises(NoProgressError, match="gathering weights: no answer from rank 0") as late:
+        group.full_weights()
+    assert late.value.roles == {"rank 0"}
+    ray.get(first.pid.remote(), timeout=60)
+    assert ray.get(RankGroup(ranks[1:], [], Supervisor(lambda: None), TimeoutConfig()).full_weights()) == "done"
 
 
 def test_who_hangs_and_who_died(workers: tuple[Any, Any]):

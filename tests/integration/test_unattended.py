@@ -247,7 +247,7 @@ def test_killed_flow_goes_on_and_a_second_run_of_its_folder_is_refused(platform:
     os.kill(leaving.pid, signal.SIGTERM)
     assert wait_until_gone([leaving], 120) == []
     ended = platform.wait_for_state(first, "Completed")
-    assert ended["run_count"] >= 2
+    assert ended["run_count"] >= 2 and ended["name"] == "killed-1"
     assert (result["final_step"], result["attempts"], result["uploaded"]) == (24, 2, 24)
     assert read_json(watched.run.result) == result and watched.run.attempt_numbers() == [1, 2]
     assert "AwaitingRetry" not in platform.states(second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -141,6 +142,18 @@ def test_heartbeat_is_written_and_a_newer_number_fences(tmp_path: Path):
     assert read_json(run.attempt(1))["outcome"] is None
     assert read_json(run.attempt(1))["heartbeat"] >= before
     check_fence(run, 2)
+
+
+def test_an_attempt_whose_folder_was_removed_stops_and_brings_nothing_back(tmp_path: Path):
+    run = RunDir.at(tmp_path / "run")
+    attempt = Attempt.acquire(run, others=[], lease_timeout_s=1, heartbeat_s=0.05)
+    shutil.rmtree(run.root)
+    assert attempt.fenced.wait(5)
+    with pytest.raises(FencedError, match="removed or moved"):
+        attempt.check()
+    attempt.add_remote(ProcessRef.current("rank"))
+    attempt.close({"status": "failed"})
+    assert not run.root.exists()
 
 
 def test_leftovers_are_ended_by_their_record_and_nothing_else(tmp_path: Path):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import ray.exceptions
 
 from keepstep.controller.supervision import classify
-from keepstep.errors import BugError, WorkerDiedError
+from keepstep.errors import BugError, OutOfMemoryError, WorkerDiedError
 
 GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
 
@@ -23,3 +24,17 @@ def test_a_collective_that_lost_its_peer_is_no_bug(words: str):
 def test_a_connection_of_somebody_elses_is_a_bug():
     """A reward function's server, for one."""
     assert isinstance(classify(ConnectionResetError("Connection reset by peer"), "rollout"), BugError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ray.exceptions.NodeDiedError("gone"), ray.exceptions.WorkerCrashedError(), ray.exceptions.LocalRayletDiedError(),
+     ray.exceptions.RuntimeEnvSetupError("the agent is gone")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_what_ray_says_of_a_node_that_is_gone_is_no_bug(error: Exception):
+    assert isinstance(classify(error, "update"), WorkerDiedError)
+
+
+def test_a_worker_that_ray_ended_for_its_memory():
+    assert isinstance(classify(ray.exceptions.OutOfMemoryError("95 % used"), "update"), OutOfMemoryError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import hashlib
 import ipaddress
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from keepstep.checkpoint.digest import FileDigest
-from keepstep.errors import StorageError, StorageRefusedError
+from keepstep.errors import NoRoomError, StorageError, StorageRefusedError
 from keepstep.storage import s3
 from keepstep.storage.parts import FilePart, PartSink, open_part
 from keepstep.storage.plain_http import PlainHttp, leads_through_proxy
@@ -162,6 +163,20 @@ def test_download_of_a_damaged_object_is_final(
     store.put_file(path, KEY, digest)
     stub.faults.append(Fault(s3_stub.WRONG_BYTES, "GET", KEY, times=10**6))
     with pytest.raises(DamagedObjectError, match="has SHA-256"):
+        store.get_file(KEY, tmp_path / "back", digest)
+
+
+def test_download_onto_a_full_disk_is_no_fault_of_the_store(
+    stub: Stub, store: S3Store, file: tuple[Path, FileDigest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, digest = file
+    store.put_file(path, KEY, digest)
+
+    def full(handle: int, block: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(NoRoomError, match="back: No space left"):
         store.get_file(KEY, tmp_path / "back", digest)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +30,33 @@ def test_events_survive_prints_without_a_line_end():
     assert tail == ["noise", "...", "bye"]
 
 
+def test_an_event_that_a_kill_has_cut_is_no_event():
+    heard: list[dict] = []
+    cut = line(event="finished", result={})[:-3]
+    last, tail = launch._follow([line(event="step", step=1), cut], heard.append)
+    assert [event["event"] for event in heard] == ["step"]
+    assert (last, tail) == (None, [cut])
+
+
+def test_output_that_another_process_holds_open_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A child of the trainer that inherited its output outlives it; what the attempt recorded is ended."""
+    holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    monkeypatch.setattr(launch, "EOF_PATIENCE_S", 0.1)
+    monkeypatch.setattr(launch, "_end_leftovers", lambda config, pid: holder.kill())
+    real = subprocess.Popen
+
+    def start(command: list[str], **given: Any) -> Any:
+        child = real([sys.executable, "-c", "pass"], **given | {"stdout": subprocess.DEVNULL})
+        child.stdout = io.TextIOWrapper(holder.stdout)
+        return child
+
+    monkeypatch.setattr(launch.subprocess, "Popen", start)
+    config = load("quickstart", [f"trainer.output_dir={tmp_path}"])
+    last = launch._run_child(config, lambda event: None, threading.Event())
+    assert last["class"] == "worker_died"
+    assert holder.wait(timeout=10) < 0
+
+
 @pytest.mark.parametrize(
     ("name", "cls"),
     [("config", errors.ConfigError), ("preempted", errors.Preempted), ("storage_refused", errors.StorageRefusedError)],
@@ -38,7 +69,7 @@ def test_error_of_a_terminal_event(name: str, cls: type[errors.KeepstepError]):
 def test_silent_trainer_is_ended():
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], text=True)
     silence = launch._Silence(load("quickstart"), process)
-    assert silence.limit_s == 1800 + 1800 + launch.SILENCE_MARGIN_S
+    assert silence.limit_s == launch.WAITS_OF_A_START * 600 + launch.SILENCE_MARGIN_S
     silence.limit_s = 0.1
     silence.watch()
     assert silence.too_long
