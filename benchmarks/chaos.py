@@ -39,7 +39,6 @@ from typing import Any
 
 from keepstep.checkpoint.history import uploaded_steps, verified_steps
 from keepstep.checkpoint.verify import verify
-from keepstep.controller.cluster import temp_dir
 from keepstep.platform import guard, servers
 from keepstep.processes import ProcessRef
 from keepstep.run import PLATFORM_DIR, read_json
@@ -280,7 +279,7 @@ def litter(driver: Driver) -> list[str]:
     run = driver.run
     known = {f"step_{step}" for step in run.steps()} | {"latest", "latest.txt", "best", "best.txt"}
     found = [path for path in run.checkpoints.iterdir() if path.name not in known]
-    found += [folder for number in run.attempt_numbers() if (folder := temp_dir(run, number)).exists()]
+    found += [folder for number in run.attempt_numbers() if (folder := run.temporary(number)).exists()]
     return [f"left over: {path}" for path in found]
 
 

@@ -3,12 +3,13 @@
     python -m keepstep.reaper RUN ATTEMPT       standard input: a pipe that the attempt's process holds
 
 Concurrency: one thread. It waits for the end of its standard input, which is when the attempt's process is gone for
-whatever reason, ends the attempt's recorded processes, and exits.
+whatever reason, ends the attempt's recorded processes, removes its temporary folder, and exits.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -29,7 +30,9 @@ def start(attempt: Attempt) -> subprocess.Popen[bytes]:
 def main(run: str, number: str) -> None:
     while os.read(0, 4096):
         pass
-    end_attempt(RunDir.at(run), int(number))
+    attempt = int(number)
+    end_attempt(RunDir.at(run), attempt)
+    shutil.rmtree(RunDir.at(run).temporary(attempt), ignore_errors=True)
 
 
 if __name__ == "__main__":

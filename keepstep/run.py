@@ -68,6 +68,13 @@ class RunDir:
     def attempt(self, number: int) -> Path:
         return self.attempts / f"{number}.json"
 
+    def temporary(self, number: int) -> Path:
+        """Ray's session folder and all other temporary files of an attempt, on the node of its controller.
+
+        Not below the run: a socket's path holds 107 bytes.
+        """
+        return Path("/tmp") / f"keepstep-{hashlib.sha256(str(self.root).encode()).hexdigest()[:8]}-{number}"
+
     def flow_heartbeat(self, number: int) -> Path:
         """When the flow that started an attempt was last alive, for starts on other hosts."""
         return self.attempts / f"{number}.flow.json"

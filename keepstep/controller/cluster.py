@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -40,11 +38,6 @@ RAY_WAITED = "timed out during startup"
 """Ray's word on a raylet that was not up in 30 s."""
 
 
-def temp_dir(run: RunDir, attempt: int) -> Path:
-    """Ray's session folder. Its path must be short: a socket's path holds 107 bytes."""
-    return Path("/tmp") / f"keepstep-{hashlib.sha256(str(run.root).encode()).hexdigest()[:8]}-{attempt}"
-
-
 def num_cpus(config: RunConfig) -> int:
     """What a local Ray counts: each rank and each worker of an engine asks for one, spares as well. Pure."""
     return sum(bundle["CPU"] for bundle in bundles(config)) * (2 if config.recovery.warm_spare else 1)
@@ -59,7 +52,7 @@ class Cluster:
         self._attempt = attempt
         self._device = device
         self._local = config.ray.address is None
-        self._temp_dir = temp_dir(run, attempt.number)
+        self._temp_dir = run.temporary(attempt.number)
         self._node_of: dict[str, str] = {}
         self._environment: dict[str, str] = {}
         self._placement: Placement | None = None
@@ -77,9 +70,9 @@ class Cluster:
 
     def _connect(self) -> None:
         # By their names: of attempts in a folder that was lost since there is no other trace.
-        own = temp_dir(self._run, self._attempt.number)
-        for folder in own.parent.glob(own.name.rpartition("-")[0] + "-*"):
-            if folder != own:
+        stem = self._temp_dir.name.rpartition("-")[0]
+        for folder in self._temp_dir.parent.glob(f"{stem}-*"):
+            if folder != self._temp_dir:
                 shutil.rmtree(folder, ignore_errors=True)
         if not self._local:
             ray.init(address="auto", log_to_driver=True, namespace=f"keepstep-{self._run.default_s3_prefix}")

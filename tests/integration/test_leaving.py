@@ -82,6 +82,7 @@ def test_one_attempt_at_a_time_and_every_way_of_being_asked_to_leave(workspace: 
     steps = [event["step"] for event in driver.events() if event["event"] == "step"]
     assert steps == list(range(1, step + 1)), "no step comes twice, and none is lost"
     assert wait_until_gone(driver.all_processes()) == []
+    assert [number for number in (1, 2, 3) if driver.run.temporary(number).exists()] == []
 
 
 def leave(driver: Driver, number: signal.Signals) -> int:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.controller.cluster import temp_dir
 from keepstep.processes import ProcessRef
 from keepstep.run import read_json
 from tests.integration.compare import differences
@@ -37,7 +36,7 @@ def test_lost_workers_are_replaced_in_place(workspace: Path, reference: Driver):
     hit = Driver(workspace / "in_place", settings, command="train")
     hit.start()
     hit.wait_for_step(3)
-    temporary = temp_dir(hit.run, 1) / "tmp"
+    temporary = hit.run.temporary(1) / "tmp"
     assert list(temporary.iterdir()), "the engine's temporary files are the attempt's"
     engine = hit.kill("engine")
     recovered(hit, 1)

@@ -11,7 +11,7 @@ import pytest
 
 from keepstep.config.load import load
 from keepstep.controller import cluster as cluster_module
-from keepstep.controller.cluster import RAY_WAITED, Cluster, temp_dir
+from keepstep.controller.cluster import RAY_WAITED, Cluster
 from keepstep.errors import FencedError, NoProgressError
 from keepstep.processes import ProcessRef
 from keepstep.run import RunDir
@@ -66,7 +66,7 @@ def start(attempt: Any, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path:
     try:
         Cluster(config, run, attempt, "cpu").start()
     finally:
-        subprocess.run(["rm", "-rf", str(temp_dir(run, 1))], check=True)
+        subprocess.run(["rm", "-rf", str(run.temporary(1))], check=True)
 
 
 def test_a_ray_that_was_too_late_is_started_again_and_its_processes_are_ended(

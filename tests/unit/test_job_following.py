@@ -81,7 +81,8 @@ def test_a_head_that_does_not_come_back_is_given_up(monkeypatch: pytest.MonkeyPa
 def follow(monkeypatch: pytest.MonkeyPatch, client: FakeClient, tmp_path: Any, limit_s: float = 3600.0) -> dict:
     config = load("quickstart", ["ray.address=http://head:8265", f"trainer.output_dir={tmp_path}/run"])
     monkeypatch.setattr(launch, "_submit_job", lambda *_: (client, "job"))
-    monkeypatch.setattr(launch, "SILENCE_MARGIN_S", limit_s - 3600.0)
+    longest_s = launch.WAITS_OF_A_START * config.timeouts.start_s
+    monkeypatch.setattr(launch, "SILENCE_MARGIN_S", limit_s - longest_s)
     return launch._run_job(config, lambda _: None, threading.Event())
 
 
