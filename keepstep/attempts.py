@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -182,8 +183,11 @@ def recorded_processes(run: RunDir, number: int) -> list[ProcessRef]:
 
 
 def end_attempt(run: RunDir, number: int) -> list[ProcessRef]:
-    """End the recorded processes of one attempt that still live on this host, this process excepted."""
-    return terminate(recorded_processes(run, number))
+    """End the recorded processes of one attempt that still live on this host, this process excepted, and remove its
+    temporary files."""
+    ended = terminate(recorded_processes(run, number))
+    shutil.rmtree(run.temporary(number), ignore_errors=True)
+    return ended
 
 
 class Attempt:

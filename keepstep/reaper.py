@@ -9,7 +9,6 @@ whatever reason, ends the attempt's recorded processes, removes its temporary fo
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 
@@ -30,9 +29,7 @@ def start(attempt: Attempt) -> subprocess.Popen[bytes]:
 def main(run: str, number: str) -> None:
     while os.read(0, 4096):
         pass
-    attempt = int(number)
-    end_attempt(RunDir.at(run), attempt)
-    shutil.rmtree(RunDir.at(run).temporary(attempt), ignore_errors=True)
+    end_attempt(RunDir.at(run), int(number))
 
 
 if __name__ == "__main__":
