@@ -127,7 +127,7 @@ def flow_state() -> tuple[str, str]:
 def test_a_flow_run_is_named_after_its_folder_and_its_first_attempt(train, tmp_path: Path) -> None:
     train(good)
     assert newest_flow_run().name == "run-1"
-    write_json(RunDir.at(tmp_path / "run").attempt(4), {})
+    write_json(RunDir.at(tmp_path / "run").attempt(4), {"attempt": 4, "outcome": {"status": "finished", "step": 40}})
     train(good)
     assert newest_flow_run().name == "run-5"
 
