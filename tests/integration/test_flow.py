@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from keepstep.attempts import Attempt
 from keepstep.config.schema import RunConfig
 from keepstep.errors import CheckpointError, ConfigError, NoProgressError, Preempted, WorkerDiedError
-from keepstep.run import RunDir, read_json, write_json
+from keepstep.run import RunDir, read_json
 from tests.unit import export_builder
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ def flow_state() -> tuple[str, str]:
 def test_a_flow_run_is_named_after_its_folder_and_its_first_attempt(train, tmp_path: Path) -> None:
     train(good)
     assert newest_flow_run().name == "run-1"
-    write_json(RunDir.at(tmp_path / "run").attempt(4), {"attempt": 4, "outcome": {"status": "finished", "step": 40}})
+    fourth = Attempt.acquire(RunDir.at(tmp_path / "run"), others=[], lease_timeout_s=1.0, heartbeat_s=1.0, at_least=4)
+    fourth.close({"status": "finished", "step": 40})
     train(good)
     assert newest_flow_run().name == "run-5"
 
