@@ -279,7 +279,9 @@ def litter(driver: Driver) -> list[str]:
     run = driver.run
     known = {f"step_{step}" for step in run.steps()} | {"latest", "latest.txt", "best", "best.txt"}
     found = [path for path in run.checkpoints.iterdir() if path.name not in known]
-    found += [folder for number in run.attempt_numbers() if (folder := run.temporary(number)).exists()]
+    # Also of attempts in a folder that was lost.
+    temporary = run.temporary(0)
+    found += temporary.parent.glob(temporary.name.removesuffix("0") + "*")
     return [f"left over: {path}" for path in found]
 
 
