@@ -144,7 +144,9 @@ def failed(error: KeepstepError, decision: Decision | None, run: RunDir) -> Stat
     A crashed flow run is run again by the automation that ships; one that failed is not.
     """
     name = decision.name if decision is not None and decision.name else NOT_RETRYABLE
-    diagnosis = "\n".join(describe_run(examine(gather(run)), run)) if is_run(run) else ""
+    # Of a run that somebody else trains it would tell how that goes.
+    held = isinstance(error, HeldError)
+    diagnosis = "\n".join(describe_run(examine(gather(run)), run)) if is_run(run) and not held else ""
     if diagnosis:
         get_run_logger().error("%s\n%s", name, diagnosis)
         publish(f"```\n{diagnosis}\n```", key="diagnosis", description="What `keepstep doctor` says of the end")

@@ -66,11 +66,11 @@ def ui(args: argparse.Namespace) -> int:
     """Keep the Prefect server of a run, or of the folder that holds runs, until Ctrl-C."""
     given = Path(os.path.abspath(os.path.expanduser(args.path)))
     platform = next((p for p in (given / PLATFORM_DIR, given.parent / PLATFORM_DIR) if p.is_dir()), None)
-    if platform is None:
+    if platform is None or not given.is_dir():
         raise ConfigError(f"{given}: no run was started here or beside it.", "Give the folder of a run.")
     holder = ProcessRef.current("flow")
     info = servers.prefect_server(platform, holder)
-    print(f"{info.url}\nCtrl-C ends it, unless a run uses it.", flush=True)
+    print(f"{info.url}\nCtrl-C ends it, unless a run or `keepstep up` uses it.", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         threading.Event().wait()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from shlex import quote as shell
 
 from keepstep.config.schema import RetryConfig
-from keepstep.doctor.evidence import AttemptEvidence, Evidence, Quote
+from keepstep.doctor.evidence import AttemptEvidence, Evidence, Quote, Row
 from keepstep.doctor.finding import NOTE, PROBLEM, Finding
 from keepstep.doctor.jumps import jump_of
 from keepstep.errors import KILLS, NEVER, budget_of
@@ -110,8 +110,8 @@ def worker_lost(evidence: Evidence) -> list[Finding]:
 
 
 def writer_lost(evidence: Evidence) -> list[Finding]:
-    """Writers are started again in place; no attempt ends for them."""
-    lost = evidence.of("worker_lost")
+    """What is started again in place; no attempt ends for it."""
+    lost = made_good(evidence.events)
     if not lost:
         return []
     roles = ", ".join(sorted({row.text("role") or "worker" for row in lost}))
@@ -126,6 +126,19 @@ def writer_lost(evidence: Evidence) -> list[Finding]:
     ]
 
 
+def made_good(events: Iterable[Row]) -> list[Row]:
+    """Losses of a worker whose place another took: an attempt that is ending loses its workers as well."""
+    pending: dict[tuple[int | None, str], Row] = {}
+    found: list[Row] = []
+    for row in events:
+        who = (row.attempt, row.text("role"))
+        if row.kind == "worker_lost":
+            pending[who] = row
+        elif row.kind == "recovered" and who in pending:
+            found.append(pending.pop(who))
+    return found
+
+
 def orphaned(evidence: Evidence) -> list[Finding]:
     hits = failed(evidence, lambda attempt: attempt.failure_class == "orphaned")
     return explain(
@@ -133,7 +146,8 @@ def orphaned(evidence: Evidence) -> list[Finding]:
         "command_gone",
         hits,
         "The command that had started the trainer died, so the trainer left.",
-        SAME_COMMAND,
+        f"{SAME_COMMAND} A flow run of `keepstep up` comes back by itself: within half a minute, after twelve where "
+        "its worker died too, and after `keepstep down` with the next `keepstep up`.",
     )
 
 

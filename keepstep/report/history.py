@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import zip_longest
 
+from keepstep.doctor.ends import made_good
 from keepstep.doctor.evidence import AttemptEvidence, Evidence, Row
 
 RUNNING, KILLED = "running", "killed"
@@ -131,7 +132,7 @@ def _attempt(evidence: Evidence, own: AttemptEvidence, num_lost: int, after: Att
         last_step=steps[-1] if steps else None,
         num_steps=len(steps),
         num_lost=num_lost,
-        replaced=tuple(row.text("role") for row in own.events if row.kind == "worker_lost"),
+        replaced=tuple(row.text("role") for row in made_good(own.events)),
         until_next_step_s=(next_steps[0] - ended).total_seconds() if next_steps and ended else None,
     )
 

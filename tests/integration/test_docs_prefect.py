@@ -103,6 +103,7 @@ def test_a_failed_flow_run_says_why_and_is_queued_again(
     api.ask("POST", f"flow_runs/{created['id']}/set_state", {"state": {"type": "FAILED"}, "force": True})
     line = {"name": "flow", "level": 40, "message": "forty is no number", "timestamp": "2026-11-01T00:00:00Z"}
     api.ask("POST", "logs/", [line | {"flow_run_id": created["id"]}])
+    assert created["name"] in as_written("flow-run", "ls", "--state-type")
     assert "forty is no number" in as_written("flow-run", "logs", ID=created["id"])
     as_written("flow-run", "retry", ID=created["id"])
     assert api.ask("GET", f"flow_runs/{created['id']}")["state"]["type"] == "SCHEDULED"

@@ -14,7 +14,7 @@ import pytest
 
 from keepstep.attempts import Attempt
 from keepstep.config.schema import RunConfig
-from keepstep.errors import CheckpointError, ConfigError, NoProgressError, Preempted, WorkerDiedError
+from keepstep.errors import CheckpointError, ConfigError, HeldError, NoProgressError, Preempted, WorkerDiedError
 from keepstep.run import RunDir, read_json
 from tests.unit import export_builder
 
@@ -142,6 +142,17 @@ def test_every_save_and_upload_is_a_task_run_with_its_step(train) -> None:
         "verify-checkpoint-step-40": "Completed",
         "upload-checkpoint-step-40": "Completed",
     }
+
+
+def test_a_run_that_is_held_is_diagnosed_by_its_holder_alone(train, tmp_path: Path) -> None:
+    """The doctor would tell how that one goes, on the page of a flow run that was refused."""
+    from tests.unit import report_runs
+
+    report_runs.preempted_often(tmp_path / "run")
+    with pytest.raises(HeldError, match="is held by"):
+        train(raising(HeldError("The run is held by somebody.")))
+    assert flow_state() == ("FAILED", "NotRetryable")
+    assert artifacts(key="diagnosis") == []
 
 
 def test_retryable_failure_is_tried_again_and_its_verification_ends(train) -> None:

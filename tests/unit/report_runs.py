@@ -118,6 +118,8 @@ def preempted_often(folder: Path, total: int = 200) -> RunDir:
     story.steps(total // 4 // 20 * 20 + 1, total // 2 + 3)
     story.say("worker_lost", role="engine", lost=["engine 0"], reason="engine 0 died")
     story.say("recovered", role="engine", seconds=9.0)
+    # Of an attempt that ends: nobody took its place.
+    story.say("worker_lost", role="rank", lost=["rank 1"], reason="update: rank 1 died.")
     story.end("failed", **{"class": "worker_died", "message": f"rank 1 died {HOSTILE} {UNBROKEN}", "remedy": "again"})
     story.clock += 600
     story.start(total // 2 // 20 * 20)

@@ -21,7 +21,7 @@ from keepstep.config.load import load, to_yaml
 from keepstep.data import record
 from keepstep.data.count import count_rows
 from keepstep.errors import EXIT_DATA, EXIT_FAILED, EXIT_USAGE
-from keepstep.run import RunDir, write_atomic, write_json
+from keepstep.run import PLATFORM_DIR, RunDir, write_atomic, write_json
 from tests.unit import builder
 
 
@@ -87,6 +87,12 @@ def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None
 
 
 # verify
+
+
+def test_page_of_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / PLATFORM_DIR).mkdir()
+    assert main(["ui", str(tmp_path / "nosuch")]) == EXIT_USAGE
+    assert "no run was started here or beside it" in capsys.readouterr().err
 
 
 def test_verify_a_good_one(finished: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

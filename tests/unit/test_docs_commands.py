@@ -87,6 +87,9 @@ ELSEWHERE = {
         f"{INTEGRATION}/test_docs_prefect.py", "test_a_schedule_is_switched_on", '"resume"'),
     "prefect flow-run retry": (
         f"{INTEGRATION}/test_docs_prefect.py", "test_a_failed_flow_run_says_why_and_is_queued_again", '"retry"'),
+    "prefect flow-run ls": (
+        f"{INTEGRATION}/test_docs_prefect.py", "test_a_failed_flow_run_says_why_and_is_queued_again",
+        '"flow-run", "ls"'),
     "prefect flow-run logs": (
         f"{INTEGRATION}/test_docs_prefect.py", "test_a_failed_flow_run_says_why_and_is_queued_again", '"logs"'),
     "prefect block ls": (f"{INTEGRATION}/test_docs_prefect.py", "test_blocks_are_listed", '"block"'),

@@ -14,6 +14,7 @@ import pytest
 
 from keepstep.cli.main import main
 from keepstep.doctor.evidence import Line, Row, gather
+from keepstep.doctor.rules import examine
 from keepstep.report import history, samples, series
 from keepstep.report.chart import HEIGHT, WIDTH, line_chart, nice_ticks, stacked_chart
 from keepstep.report.page import curves, most_telling, other_curves, wall_time_chart
@@ -109,6 +110,8 @@ def test_attempts_say_what_ended_them(eventful: RunDir):
         ("finished", 151, 200, 0),
     ]
     assert found[1].replaced == ("engine",)
+    (replaced,) = [one for one in examine(gather(eventful)).findings if one.id == "worker_replaced"]
+    assert replaced.cause.startswith("The engine died once and was started again")
     # Asked to leave, an hour of nothing, and half a minute of start; then the first step.
     assert found[2].until_next_step_s == pytest.approx(3630 + report_runs.metrics_of(151, 200)["timing_s/step"])
 
