@@ -14,6 +14,7 @@ import pytest
 
 from keepstep import errors
 from keepstep.config.load import load
+from keepstep.config.schema import RunConfig
 from keepstep.controller import launch
 
 
@@ -41,8 +42,16 @@ def test_an_event_that_a_kill_has_cut_is_no_event():
 def test_output_that_another_process_holds_open_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A child of the trainer that inherited its output outlives it; what the attempt recorded is ended."""
     holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    too_late = threading.Timer(30.0, holder.kill)
+    too_late.start()
+    ended: list[int] = []
+
+    def end_leftovers(_config: RunConfig, pid: int) -> None:
+        ended.append(pid)
+        holder.kill()
+
     monkeypatch.setattr(launch, "EOF_PATIENCE_S", 0.1)
-    monkeypatch.setattr(launch, "_end_leftovers", lambda config, pid: holder.kill())
+    monkeypatch.setattr(launch, "_end_leftovers", end_leftovers)
     real = subprocess.Popen
 
     def start(command: list[str], **given: Any) -> Any:
@@ -53,7 +62,10 @@ def test_output_that_another_process_holds_open_has_an_end(tmp_path: Path, monke
     monkeypatch.setattr(launch.subprocess, "Popen", start)
     config = load("quickstart", [f"trainer.output_dir={tmp_path}"])
     last = launch._run_child(config, lambda event: None, threading.Event())
+    too_late.cancel()
     assert last["class"] == "worker_died"
+    # By whoever waits for the end of the output, and once more by the caller, as after every trainer.
+    assert len(ended) == 2 and len(set(ended)) == 1
     assert holder.wait(timeout=10) < 0
 
 
