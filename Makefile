@@ -31,10 +31,13 @@ export TORCH_BROKEN
 run: setup  ## the main job: the quickstart, or where it was left
 	$(BIN)/keepstep run --config quickstart $(ARGS)
 
+# A test that hangs ends the tests, with the stack of every thread.
+LIMIT := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
+
 test: setup  ## everything that CI runs
 	@status=0; \
 	$(BIN)/python -m pytest -n 2 tests/unit tests/architecture $(ARGS) || status=$$?; \
-	$(BIN)/python -m pytest tests/integration tests/browser --durations=40 $(ARGS) || status=$$?; \
+	$(BIN)/python -m pytest tests/integration tests/browser --durations=40 $(LIMIT) $(ARGS) || status=$$?; \
 	exit $$status
 
 test-unit: setup  ## minutes, on two cores

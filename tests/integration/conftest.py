@@ -22,6 +22,15 @@ OVERRIDES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def nothing_runs_on() -> Iterator[None]:
+    """A test that fails in the middle of a run ends it: the next one needs both cores."""
+    before = len(Driver.started)
+    yield
+    for driver in Driver.started[before:]:
+        driver.end()
+
+
 @pytest.fixture(scope="session")
 def workspace() -> Iterator[Path]:
     """A folder with a short path, for the sockets of the servers in it."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from keepstep.attempts import newest_record
 from keepstep.events.log import read_jsonl
@@ -35,6 +35,8 @@ class Driver:
     process: subprocess.Popen[bytes] | None = None
     history: list[Event] = field(default_factory=list)
     """Events of a folder that was deleted since."""
+    started: ClassVar[list[Driver]] = []
+    """All whose command was started, by whatever test."""
 
     def __post_init__(self) -> None:
         self.run = RunDir.at(self.output_dir)
@@ -50,6 +52,7 @@ class Driver:
             self.process = subprocess.Popen(
                 arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=clean_environment()
             )
+        self.started.append(self)
 
     def wait(self, timeout_s: float) -> int:
         """Exit status of the command."""
@@ -57,7 +60,7 @@ class Driver:
         try:
             return self.process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            self._end()
+            self.end()
             raise AssertionError(f"{self.output_dir.name}: no end within {timeout_s} s\n{self.tail()}") from None
 
     def run_to_end(self, timeout_s: float = 240) -> int:
@@ -74,7 +77,7 @@ class Driver:
             if self.process.poll() is not None and not condition(self.events()):
                 raise AssertionError(f"ended with {self.process.returncode} before: {what}\n{self.tail()}")
             time.sleep(POLL_S)
-        self._end()
+        self.end()
         raise AssertionError(f"not within {timeout_s} s: {what}\n{self.tail()}")
 
     def wait_for_step(self, step: int, attempt: int | None = None, timeout_s: float = 150) -> None:
@@ -133,8 +136,10 @@ class Driver:
         self.process.kill()
         self.process.wait(timeout=30)
 
-    def _end(self) -> None:
-        """Kill the command, also where it runs below `make`; a test that has failed leaves no run behind."""
+    def end(self) -> None:
+        """Kill the command where it still runs, also below `make`; a test that has failed leaves no run behind."""
+        if self.process is None or self.process.poll() is not None:
+            return
         for flow in self.processes("flow"):
             self.kill_process(flow)
         self.kill_command()

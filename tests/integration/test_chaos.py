@@ -17,6 +17,7 @@ pytestmark = pytest.mark.integration
 def test_a_tormented_run_ends_as_the_undisturbed_one(workspace: Path, reference: Driver, seed: int):
     record = one(seed, workspace, reference, Setup(TOTAL_STEPS, 20, OVERRIDES))
     assert record["violations"] == [], record
+    assert any("nobody" not in hit for hit in record["hits"]), "nothing was struck"
 
 
 def test_a_schedule_is_a_function_of_its_seed():

@@ -153,6 +153,10 @@ def test_a_run_that_is_held_is_diagnosed_by_its_holder_alone(train, tmp_path: Pa
         train(raising(HeldError("The run is held by somebody.")))
     assert flow_state() == ("FAILED", "NotRetryable")
     assert artifacts(key="diagnosis") == []
+    with pytest.raises(ConfigError, match="not to be had"):
+        train(raising(ConfigError("not to be had")))
+    (page,) = artifacts(key="diagnosis")
+    assert "worker_replaced" in page.data
 
 
 def test_retryable_failure_is_tried_again_and_its_verification_ends(train) -> None:
@@ -332,9 +336,13 @@ def test_an_api_that_does_not_answer_holds_no_step_up(train, tmp_path: Path, mon
 
     answered, asked = threading.Event(), threading.Event()
 
+    given_up: list[bool] = []
+
     def hang(*_: Any, **__: Any) -> None:
         asked.set()
-        answered.wait()
+        # Bounded, so that a flow that waits for it fails here instead of hanging.
+        if not answered.wait(60):
+            given_up.append(True)
 
     for name in ("create_markdown_artifact", "create_progress_artifact", "update_progress_artifact"):
         monkeypatch.setattr(module, name, hang)
@@ -348,7 +356,7 @@ def test_an_api_that_does_not_answer_holds_no_step_up(train, tmp_path: Path, mon
 
     try:
         assert train(trained(tmp_path, told))["final_step"] == 40
-        assert steps == list(range(1, 41)) and not answered.is_set()
+        assert steps == list(range(1, 41)) and not answered.is_set() and not given_up
     finally:
         answered.set()
 

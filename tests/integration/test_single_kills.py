@@ -75,7 +75,7 @@ def everything(driver: Driver) -> None:
     driver.kill_command()
     for ref in driver.processes():
         if ref.alive() and ref.role not in ("object-store", "prefect-server"):
-            driver.kill(ref.role)
+            driver.kill_process(ref)
     driver.start()
 
 

@@ -38,7 +38,9 @@ def workers() -> Iterator[tuple[Any, Any]]:
             return "done"
 
     ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=False)
-    yield Worker.remote(), Worker.remote()
+    found = Worker.remote(), Worker.remote()
+    ray.get([worker.pid.remote() for worker in found], timeout=60)
+    yield found
     ray.shutdown()
 
 
@@ -61,7 +63,8 @@ def test_rank_0_that_hangs_in_the_weights_is_no_engine(workers: tuple[Any, Any])
         group.full_weights()
     assert late.value.roles == {"rank 0"}
     ray.get(first.pid.remote(), timeout=60)
-    assert ray.get(RankGroup(ranks[1:], [], Supervisor(lambda: None), TimeoutConfig()).full_weights()) == "done"
+    alone = RankGroup(ranks[1:], [], Supervisor(lambda: None), TimeoutConfig())
+    assert ray.get(alone.full_weights(), timeout=60) == "done"
 
 
 def test_who_hangs_and_who_died(workers: tuple[Any, Any]):

@@ -476,6 +476,7 @@ def test_cancelled_transfer_ends_its_thread(stub: Stub, tmp_path: Path, way: str
             sent = plain.send(url, {"Content-Length": str(size)}, part)
             task = asyncio.ensure_future(sent if way == "PUT" else plain.read(url, 0, PART, PartSink(None, 0)))
             while not stub.count(way, KEY):
+                assert not task.done()
                 await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -498,7 +499,8 @@ def test_ctrl_c_ends_an_upload_that_hangs(
     pressed: list[float] = []
 
     def press() -> None:
-        while stub.faults[0].times:
+        until = time.monotonic() + 60
+        while stub.faults[0].times and time.monotonic() < until:
             time.sleep(0.01)
         pressed.append(time.monotonic())
         if asleep:
@@ -506,11 +508,11 @@ def test_ctrl_c_ends_an_upload_that_hangs(
         else:
             os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=press)
+    thread = threading.Thread(target=press, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         store.put_file(path, KEY, digest)
-    thread.join()
+    thread.join(timeout=10)
     assert time.monotonic() - pressed[0] < 10
     store.put_file(path, KEY, digest)
     assert stored(stub) == path.read_bytes()
