@@ -78,6 +78,8 @@ LONGEST_PAUSE_S = 12.0
 PATIENCE_S = 25.0
 TIME_LIMIT_S = 900.0
 ROOM_BYTES = 600 * 2**20
+NO_ROOM = ("no room", "mib are needed")
+"""What a run says of a full disk, and a start that is refused for it."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class Torment:
 
     def _start_again(self, status: int) -> None:
         """What a person would do, or the automation; only for ends that the faults explain."""
-        full = status == 1 and "no room" in self.driver.tail().lower()
+        full = status == 1 and any(words in self.driver.tail().lower() for words in NO_ROOM)
         held = status == 5 and bool(self._stopped)
         storage = status == 6
         if not (status in (75, -signal.SIGKILL, -signal.SIGTERM) or full or held or storage):
