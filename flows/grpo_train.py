@@ -11,6 +11,7 @@ No call to the Prefect API is made between two steps of the training, so an API 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -124,7 +125,9 @@ def grpo_train(
         except KeepstepError as error:
             if not isinstance(error, HeldError):
                 # Of a run that another one holds nothing was used up, and nothing is written into it.
-                budget.start_over()
+                with contextlib.suppress(OSError):
+                    # A full disk, for which the start is refused perhaps.
+                    budget.start_over()
             return failed(error, attempts.decision, run)
 
 
