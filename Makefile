@@ -36,7 +36,7 @@ LIMIT := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 
 test: setup  ## everything that CI runs
 	@status=0; \
-	$(BIN)/python -m pytest -n 2 tests/unit tests/architecture $(ARGS) || status=$$?; \
+	$(BIN)/python -m pytest -n 2 tests/unit tests/architecture $(LIMIT) $(ARGS) || status=$$?; \
 	$(BIN)/python -m pytest tests/integration tests/browser --durations=40 $(LIMIT) $(ARGS) || status=$$?; \
 	exit $$status
 

@@ -215,12 +215,11 @@ class Torment:
         driver = self.driver
         if not uploaded_steps(driver.run):
             return "disk not lost: nothing is in the store yet"
-        everything = driver.all_processes()
+        everything = driver.own_processes()
         driver.kill_command()
         for ref in everything:
-            if ref.role not in servers.ROLES:
-                _send(ref, signal.SIGKILL)
-        assert wait_until_gone([ref for ref in everything if ref.role not in servers.ROLES]) == []
+            _send(ref, signal.SIGKILL)
+        assert wait_until_gone(everything) == []
         driver.history += driver.events()
         shutil.rmtree(driver.run.root)
         driver.start()
@@ -271,8 +270,7 @@ def violations(driver: Driver, reference: Driver, setup: Setup) -> list[str]:
     if read_json(run.result)["uploaded"] != last:
         found.append("the last step is not in the store")
     found += overlaps([*driver.history, *driver.events()])
-    own = [ref for ref in driver.all_processes() if ref.role not in servers.ROLES]
-    found += [f"left over: {ref.role} {ref.pid}" for ref in wait_until_gone(own)]
+    found += [f"left over: {ref.role} {ref.pid}" for ref in wait_until_gone(driver.own_processes())]
     return found + litter(driver)
 
 

@@ -110,7 +110,7 @@ def measure(folder: Path, mode: str, victim: str, num_kills: int) -> dict[str, A
         detected.append(first_after(driver, kinds, moment) - moment)
         recovered.append(first_after(driver, ("step",), moment) - moment)
     assert driver.wait(300) == 0, driver.tail()
-    assert wait_until_gone([ref for ref in driver.all_processes() if ref.role not in servers.ROLES]) == []
+    assert wait_until_gone(driver.own_processes()) == []
     return {
         "detected_s": [round(value, 2) for value in detected],
         "next_step_s": [round(value, 2) for value in recovered],

@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 
 from keepstep.attempts import newest_record
 from keepstep.events.log import read_jsonl
+from keepstep.platform import servers
 from keepstep.processes import ProcessRef
-from keepstep.run import RunDir
+from keepstep.run import RunDir, read_json
 
 Event = dict[str, Any]
 POLL_S = 0.02
@@ -114,10 +115,12 @@ class Driver:
 
     def all_processes(self) -> list[ProcessRef]:
         """Processes of all attempts."""
-        from keepstep.run import read_json
-
         records = [read_json(self.run.attempt(number)) for number in self.run.attempt_numbers()]
         return [ProcessRef.from_record(process) for record in records for process in record["processes"]]
+
+    def own_processes(self) -> list[ProcessRef]:
+        """Processes of all attempts but for the servers, which others may hold."""
+        return [ref for ref in self.all_processes() if ref.role not in servers.ROLES]
 
     def kill(self, role: str, index: int = 0) -> ProcessRef:
         """SIGKILL one living process of the newest attempt."""
@@ -130,6 +133,21 @@ class Driver:
         if victim.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim.pid, signal.SIGKILL)
+
+    def stop_writer_in_a_save(self, timeout_s: float = 120) -> tuple[ProcessRef, int]:
+        """SIGSTOP the writer while its temporary folder stands; the writer and the step that it was writing."""
+        (writer,) = self.processes("writer")
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for entry in os.scandir(self.run.checkpoints):
+                if not entry.name.startswith(".tmp-step_"):
+                    continue
+                os.kill(writer.pid, signal.SIGSTOP)
+                # It may have been renamed between the look and the signal.
+                if os.path.exists(entry.path):
+                    return writer, int(entry.name.removeprefix(".tmp-step_").partition("-")[0])
+                os.kill(writer.pid, signal.SIGCONT)
+        raise AssertionError(f"no save was caught\n{self.tail()}")
 
     def kill_command(self) -> None:
         assert self.process is not None

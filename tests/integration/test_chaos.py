@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import Setup, one, overlaps, schedule
-from tests.integration.conftest import OVERRIDES, TOTAL_STEPS
+from tests.conftest import OVERRIDES, TOTAL_STEPS
 from tests.integration.driver import Driver
 
 pytestmark = pytest.mark.integration

@@ -9,8 +9,8 @@ import pytest
 
 from keepstep.checkpoint import layout
 from keepstep.run import RunDir
+from tests.conftest import OVERRIDES
 from tests.integration.compare import differences
-from tests.integration.conftest import OVERRIDES
 from tests.integration.driver import Driver
 
 pytestmark = pytest.mark.integration

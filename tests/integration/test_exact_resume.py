@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from keepstep.processes import ProcessRef
 from keepstep.run import read_json
+from tests.conftest import OVERRIDES, TOTAL_STEPS
 from tests.integration.compare import differences, num_tensors
-from tests.integration.conftest import OVERRIDES, TOTAL_STEPS
 from tests.integration.driver import Driver, wait_until_gone
 
 pytestmark = pytest.mark.integration
@@ -36,18 +32,6 @@ def wait_for_attempt(driver: Driver, attempt: int) -> None:
     driver.wait_for(f"attempt {attempt} resumed", lambda _: attempt in resumed_steps(driver))
 
 
-def kill_writer_during_a_save(driver: Driver) -> tuple[ProcessRef, int]:
-    """SIGKILL the writer while its temporary folder stands; the process and the step that it was writing."""
-    deadline = time.monotonic() + 120
-    (writer,) = [ref for ref in driver.processes("writer") if ref.alive()]
-    while time.monotonic() < deadline:
-        for entry in os.scandir(driver.run.checkpoints):
-            if entry.name.startswith(".tmp-step_"):
-                os.kill(writer.pid, signal.SIGKILL)
-                return writer, int(entry.name.removeprefix(".tmp-step_").partition("-")[0])
-    raise AssertionError(f"no save begun\n{driver.tail()}")
-
-
 def test_killed_run_ends_with_the_same_bytes(workspace: Path, reference: Driver):
     """C10, C11, C13, C32, C35, C64, C106, C149: rank, controller, writer in mid-save, the flow, the disk.
 
@@ -65,7 +49,8 @@ def test_killed_run_ends_with_the_same_bytes(workspace: Path, reference: Driver)
     hit.kill("controller")
     wait_for_attempt(hit, 3)
     hit.wait_for_step(21, attempt=3)
-    writer, step = kill_writer_during_a_save(hit)
+    writer, step = hit.stop_writer_in_a_save()
+    hit.kill_process(writer)
     hit.wait_for("the writer is back", lambda events: any(e["event"] == "recovered" for e in events))
     assert not writer.alive()
     assert [e["step"] for e in hit.events() if e["event"] == "worker_lost"] == [step], (
@@ -77,7 +62,7 @@ def test_killed_run_ends_with_the_same_bytes(workspace: Path, reference: Driver)
     assert resumed_steps(hit) == {2: 5, 3: 15}
 
     hit.kill_command()
-    assert wait_until_gone(hit.all_processes()) == []
+    assert wait_until_gone(hit.own_processes()) == []
     assert read_json(hit.run.attempt(3))["outcome"]["class"] == "orphaned"
     hit.start()
     wait_for_attempt(hit, 4)
@@ -86,7 +71,7 @@ def test_killed_run_ends_with_the_same_bytes(workspace: Path, reference: Driver)
     assert replays(hit, attempt=4) == {25: "replayed_equal", 30: "replayed_equal"}
 
     hit.kill_command()
-    assert wait_until_gone(hit.all_processes()) == []
+    assert wait_until_gone(hit.own_processes()) == []
     hit.history = hit.events()
     shutil.rmtree(hit.run.root)
     made_model = hit.run.platform / "made" / "char-qwen3"
@@ -101,7 +86,7 @@ def test_killed_run_ends_with_the_same_bytes(workspace: Path, reference: Driver)
     assert differences(final, expected) == []
     assert hit.rewards() == reference.rewards()
     assert sorted(hit.rewards()) == list(range(1, TOTAL_STEPS + 1))
-    assert wait_until_gone(hit.all_processes()) == []
+    assert wait_until_gone(hit.own_processes()) == []
 
 
 def test_result_counts_what_was_lost(workspace: Path, reference: Driver):

@@ -12,7 +12,7 @@ from keepstep.checkpoint import layout
 from keepstep.checkpoint.manifest import parse
 from keepstep.config.load import load, to_dotted
 from keepstep.run import read_json
-from tests.integration.conftest import TOTAL_STEPS
+from tests.conftest import TOTAL_STEPS
 from tests.integration.driver import Driver
 
 pytestmark = pytest.mark.integration

@@ -103,7 +103,7 @@ def task_runs(*, named: str = "") -> dict[str, str]:
         while True:
             # States travel as events and arrive a moment after the flow's own end.
             found = client.read_task_runs(flow_run_filter=only)
-            final = all(run.state and run.state.is_final() for run in found)
+            final = bool(found) and all(run.state and run.state.is_final() for run in found)
             there = not named or any(run.name == named for run in found)
             if (final and there) or time.monotonic() > deadline:
                 return {run.name: run.state_name or "" for run in found}

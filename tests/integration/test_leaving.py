@@ -81,7 +81,7 @@ def test_one_attempt_at_a_time_and_every_way_of_being_asked_to_leave(workspace: 
     assert (outcome["class"], outcome["retry"]) == ("no_progress", True)
     steps = [event["step"] for event in driver.events() if event["event"] == "step"]
     assert steps == list(range(1, step + 1)), "no step comes twice, and none is lost"
-    assert wait_until_gone(driver.all_processes()) == []
+    assert wait_until_gone(driver.own_processes()) == []
     assert [number for number in (1, 2, 3) if driver.run.temporary(number).exists()] == []
 
 
@@ -95,5 +95,5 @@ def leave(driver: Driver, number: signal.Signals) -> int:
     verified = [event["step"] for event in driver.events() if event["event"] == "checkpoint_verified"]
     assert step == finished[-1] == verified[-1] < 60
     assert read_json(driver.run.attempt(driver.run.attempt_numbers()[-1]))["outcome"]["status"] == "preempted"
-    assert wait_until_gone(driver.all_processes()) == []
+    assert wait_until_gone(driver.own_processes()) == []
     return step

@@ -14,8 +14,8 @@ import pytest
 from keepstep.errors import EXIT_FAILED, EXIT_PREEMPTED
 from keepstep.processes import ProcessRef
 from keepstep.run import read_json
+from tests.conftest import OVERRIDES, TOTAL_STEPS
 from tests.integration.compare import differences
-from tests.integration.conftest import OVERRIDES, TOTAL_STEPS
 from tests.integration.driver import Driver, wait_until_gone
 from tests.integration.ray_nodes import RECONNECT_S, Place, RayCluster, RayNode, networks, ray_cluster
 

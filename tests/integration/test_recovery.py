@@ -8,8 +8,8 @@ import pytest
 
 from keepstep.processes import ProcessRef
 from keepstep.run import read_json
+from tests.conftest import OVERRIDES, TOTAL_STEPS
 from tests.integration.compare import differences
-from tests.integration.conftest import OVERRIDES, TOTAL_STEPS
 from tests.integration.driver import Driver, wait_until_gone
 
 pytestmark = pytest.mark.integration
@@ -67,5 +67,5 @@ def test_lost_workers_are_replaced_in_place(workspace: Path, reference: Driver):
     final, expected = hit.run.checkpoint(TOTAL_STEPS), reference.run.checkpoint(TOTAL_STEPS)
     assert differences(final, expected) == []
     assert hit.rewards() == reference.rewards()
-    assert wait_until_gone(hit.all_processes()) == []
+    assert wait_until_gone(hit.own_processes()) == []
     assert not temporary.parent.exists()

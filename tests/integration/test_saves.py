@@ -219,20 +219,6 @@ def stop_all(refs: list[ProcessRef], number: int) -> None:
             os.kill(ref.pid, number)
 
 
-def stop_writer_during_a_save(driver: Driver) -> int:
-    """SIGSTOP the writer while its temporary folder stands; the step that it was writing."""
-    (writer,) = driver.processes("writer")
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        for entry in os.scandir(driver.run.checkpoints):
-            if entry.name.startswith(".tmp-step_"):
-                os.kill(writer.pid, signal.SIGSTOP)
-                if os.path.exists(entry.path):
-                    return int(entry.name.removeprefix(".tmp-step_").partition("-")[0])
-                os.kill(writer.pid, signal.SIGCONT)
-    raise AssertionError(f"no save was caught\n{driver.tail()}")
-
-
 def contents(run: RunDir) -> dict[str, bytes]:
     """Everything that a stale attempt could spoil."""
     files = {str(path): (path / layout.MANIFEST).read_bytes() for path in map(run.checkpoint, run.steps())}
@@ -264,7 +250,7 @@ def test_suspended_attempt_wakes_up_fenced(workspace: Path):
             ["unshare", "--uts", "sh", "-c", script, "sh", *arguments], stdout=log, stderr=log, env=clean_environment()
         )
     stale.wait_for_verified(3)
-    interrupted = stop_writer_during_a_save(stale)
+    _, interrupted = stale.stop_writer_in_a_save()
     recorded = stale.processes()
     # Under their recorded host name they would count as processes that cannot be looked at from here.
     processes = [replace(ref, host=hostname()) for ref in recorded]

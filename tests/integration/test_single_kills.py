@@ -12,10 +12,9 @@ import pytest
 
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.convert import convert
+from tests.conftest import OVERRIDES, TOTAL_STEPS
 from tests.integration.compare import differences
-from tests.integration.conftest import OVERRIDES, TOTAL_STEPS
 from tests.integration.driver import Driver, wait_until_gone
-from tests.integration.test_exact_resume import kill_writer_during_a_save
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -53,13 +52,14 @@ def controller(driver: Driver) -> None:
 
 def writer(driver: Driver) -> None:
     driver.wait_for_step(13)
-    kill_writer_during_a_save(driver)
+    victim, _ = driver.stop_writer_in_a_save()
+    driver.kill_process(victim)
 
 
 def flow(driver: Driver) -> None:
     driver.wait_for_step(13)
     driver.kill_command()
-    assert wait_until_gone(driver.all_processes()) == []
+    assert wait_until_gone(driver.own_processes()) == []
     driver.start()
 
 
@@ -82,7 +82,7 @@ def everything(driver: Driver) -> None:
 def store(driver: Driver) -> None:
     driver.wait_for("step 20 is in the store", lambda _: driver.run.upload(20).exists())
     driver.kill_command()
-    assert wait_until_gone(driver.all_processes()) == []
+    assert wait_until_gone(driver.own_processes()) == []
     driver.history = driver.events()
     shutil.rmtree(driver.run.root)
     driver.start()
@@ -109,7 +109,7 @@ def test_kill(workspace: Path, reference: Driver, scenario: Callable[[Driver], N
     assert hit.wait(300) == 0, hit.tail()
     assert differences(hit.run.checkpoint(TOTAL_STEPS), reference.run.checkpoint(TOTAL_STEPS)) == []
     assert hit.rewards() == reference.rewards()
-    assert wait_until_gone(hit.all_processes()) == []
+    assert wait_until_gone(hit.own_processes()) == []
 
 
 def test_sharded(workspace: Path, reference: Driver):
@@ -128,4 +128,4 @@ def test_sharded(workspace: Path, reference: Driver):
     full = convert(hit.run.checkpoint(TOTAL_STEPS), workspace / f"step_{TOTAL_STEPS}", layout.FULL)
     assert differences(full, reference.run.checkpoint(TOTAL_STEPS)) == []
     assert hit.rewards() == reference.rewards()
-    assert wait_until_gone(hit.all_processes()) == []
+    assert wait_until_gone(hit.own_processes()) == []

@@ -13,8 +13,8 @@ from keepstep.controller.debugging import sweep
 from keepstep.events.log import read_jsonl
 from keepstep.processes import boot_id, hostname
 from keepstep.run import RunDir, read_json, write_json
+from tests.conftest import OVERRIDES
 from tests.integration.compare import differences
-from tests.integration.conftest import OVERRIDES
 from tests.integration.driver import Driver, clean_environment
 from tests.integration.test_refusals import snapshot
 from tests.unit.forging import reseal

@@ -22,7 +22,10 @@ from keepstep.run import RunDir, write_json
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    """A process that has started and waits: it grows no more."""
+    process = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE)  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == b"\n"
     yield process
     process.kill()
     process.wait()
@@ -82,7 +85,7 @@ def test_memory_and_age_are_the_kernels(tmp_path: Path, sleeper: subprocess.Pope
     assert rank is not None
     worker = next(w for w in told(run_with(tmp_path, rank), capsys)["processes"] if w["role"] == "rank")
     status = dict(line.split(":", 1) for line in Path(f"/proc/{sleeper.pid}/status").read_text().splitlines())
-    assert worker["memory_bytes"] == pytest.approx(int(status["VmRSS"].split()[0]) * 1024, rel=0.5)
+    assert worker["memory_bytes"] == pytest.approx(int(status["VmRSS"].split()[0]) * 1024, rel=0.1)
     assert datetime.fromisoformat(worker["since"]).timestamp() == pytest.approx(time.time(), abs=60)
 
 

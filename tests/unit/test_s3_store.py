@@ -130,13 +130,13 @@ def test_existing_key_with_a_condition_says_so(store: S3Store, monkeypatch: pyte
 
 def test_bandwidth_is_shared_and_an_idle_time_is_not_saved_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> list[float]:
-        limit = Bandwidth(100.0)
+        limit = Bandwidth(20.0)
         waits = [await limit.take(1), *await asyncio.gather(*[limit.take(2) for _ in range(3)])]
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.6)
         return [*waits, await limit.take(1)]
 
     waits = asyncio.run(scenario())
-    assert waits == pytest.approx([0, 0.01, 0.03, 0.05, 0], abs=0.009)
+    assert waits == pytest.approx([0, 0.05, 0.15, 0.25, 0], abs=0.045)
 
 
 def test_no_limit_waits_for_nothing() -> None:
