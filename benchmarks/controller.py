@@ -66,6 +66,7 @@ def step_time(num_ranks: int, num_prompts: int) -> float:
     parts: Any = SimpleNamespace(
         ranks=Ranks(), engines=Engines(), saver=None, val_set=None, pad_id=0, train_set=Dataset(rows, len(rows), ""),
         scorer=scorer, decode=lambda ids: "", keep=lambda step, samples: None, report=lambda step, metrics: None,
+        report_validation=lambda step, metrics: None,
         probe_prompts=[], leaving=Leaving(3600.0, lambda failure: None),
     )  # fmt: skip
     trainer = Trainer(config, parts, TrainState(), NUM_STEPS)

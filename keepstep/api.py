@@ -182,17 +182,25 @@ class Trainer:
     def _observe(self, loop: Loop) -> None:
         """The loop is about to begin."""
         self._loop = loop
-        report = loop.parts.report
+        report, report_validation = loop.parts.report, loop.parts.report_validation
 
         def told(step: int, metrics: Metrics) -> None:
             report(step, metrics)
-            validation = {name: value for name, value in metrics.items() if name.startswith("val/")}
             for callback in self._callbacks:
                 callback.on_step(self, step, metrics)
-                if validation:
-                    callback.on_validation(self, step, validation)
+                self._validated(callback, step, metrics)
 
-        loop.parts.report = told
+        def told_validation(step: int, metrics: Metrics) -> None:
+            report_validation(step, metrics)
+            for callback in self._callbacks:
+                self._validated(callback, step, metrics)
+
+        loop.parts.report, loop.parts.report_validation = told, told_validation
+
+    def _validated(self, callback: Callback, step: int, metrics: Metrics) -> None:
+        validation = {name: value for name, value in metrics.items() if name.startswith("val/")}
+        if validation:
+            callback.on_validation(self, step, validation)
 
     def _hear(self, event: dict[str, Any]) -> None:
         if self._loop is None:

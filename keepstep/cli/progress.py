@@ -34,6 +34,8 @@ class ProgressPrinter:
         kind = event["event"]
         if self._bar is not None and kind in ("upload_progress", "checkpoint_uploaded", "upload_failed"):
             self._bar.note(upload_note(event) if kind == "upload_progress" else "")
+        if "val_reward" in event:
+            self._line(f"step {event['step']:>4}/{event['total']}  validation {event['val_reward']:.3f}")
         if kind == "step":
             self._step(event)
         elif text := describe(event):
@@ -49,8 +51,6 @@ class ProgressPrinter:
         self._seconds = [*self._seconds[1 - PACE_STEPS :], event.get("seconds", 0.0)]
         figures = figures_of(event, sum(self._seconds) / len(self._seconds))
         text = f"step {event['step']:>4}/{event['total']}  {figures}"
-        if "val_reward" in event:
-            self._line(f"step {event['step']:>4}/{event['total']}  validation (greedy) {event['val_reward']:.3f}")
         if self._live:
             self._bar = self._bar or _Bar()
             self._bar.step(event["step"], event["total"], figures)

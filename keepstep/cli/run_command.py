@@ -18,7 +18,7 @@ from typing import Any
 
 from keepstep.checkpoint.history import uploaded_steps, verified_steps
 from keepstep.cli.train_command import alone, completed, warn
-from keepstep.config.load import load, to_yaml
+from keepstep.config.load import leaves, load, to_yaml
 from keepstep.config.schema import RunConfig
 from keepstep.errors import EXIT_DONE, ConfigError, KeepstepError, Preempted
 from keepstep.platform import servers, windows
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
     os.environ.update({key: value for key, value in PREFECT_DEFAULTS.items() if key not in os.environ})
     check_room(run)
     _connect_prefect(run)
-    result = _run_flow(config, flow_parameters(args.config, overrides))
+    result = _run_flow(config, flow_parameters(args.config, overrides, config))
     print(summary(run, result))
     return EXIT_DONE
 
@@ -137,12 +137,18 @@ def _blame_prefect(url: str, error: Exception) -> None:
         ) from error
 
 
-def flow_parameters(config: str | None, overrides: list[str]) -> dict[str, Any]:
-    """The flow's parameters for a command line. A file is made absolute: the flow may run elsewhere."""
+def flow_parameters(config: str | None, overrides: list[str], loaded: RunConfig) -> dict[str, Any]:
+    """The flow's parameters for a command line and what was `loaded` from it. A file's path is made absolute.
+
+    Of what was added to a list, perhaps several times, the list that came of it is passed on.
+    """
     name = config or "quickstart"
     if os.path.isfile(name):
         name = os.path.abspath(name)
-    return {"config": name, "overrides": dict(_split(override) for override in overrides)}
+    given = dict(_split(override) for override in overrides)
+    added = {key.removesuffix("+") for key in given if key.endswith("+")}
+    lists = {key: value for key, value in leaves(loaded.model_dump(mode="json")) if key in added}
+    return {"config": name, "overrides": {key: value for key, value in given.items() if not key.endswith("+")} | lists}
 
 
 def _split(override: str) -> tuple[str, str]:

@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from keepstep.checkpoint import layout
 from keepstep.cli.export_command import default_target, described, existing
 from keepstep.errors import ConfigError
+from keepstep.export.origin import is_export_of
 from keepstep.preflight.device import resolve_device
-from keepstep.run import read_json
 
-EXPORT_RECORD = "keepstep_export.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -28,7 +26,9 @@ def main(args: argparse.Namespace) -> NoReturn:
         CheckpointError: the checkpoint cannot be exported.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed.", "Install keepstep[gpu], or keepstep[cpu] on a machine without one.")
+        raise ConfigError(
+            "vLLM is not installed.", "make setup installs it; for a GPU see deployments/docker/Dockerfile."
+        )
     path = existing(args.path)
     folder = path if is_model(path) else exported(path)
     device = resolve_device("auto")
@@ -55,9 +55,7 @@ def exported(checkpoint: Path) -> Path:
     """
     target = default_target(checkpoint)
     if target.is_dir():
-        made_of = read_json(target / EXPORT_RECORD)["checkpoint"] if (target / EXPORT_RECORD).is_file() else None
-        manifest = checkpoint / layout.MANIFEST
-        if made_of is None or not manifest.is_file() or made_of != read_json(manifest)["self"]:
+        if not is_export_of(target, checkpoint):
             raise ConfigError(
                 f"{target} is not an export of {checkpoint}.", "Serve that folder itself, or move it away."
             )

@@ -34,7 +34,11 @@ _SETTINGS: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref\.rollout\.(mode|enforce_eager|load_format)",
         "the engine sets it; leave it out",
     ),
-    (r"algorithm\.(gamma|lam|kl_ctrl\..*)", "it belongs to PPO with a critic; GRPO has none; leave it out"),
+    (r"algorithm\.(gamma|lam)", "it belongs to PPO with a critic; GRPO has none; leave it out"),
+    (
+        r"algorithm\.kl_ctrl\..*",
+        "the coefficient does not adapt here: there are kl_ctrl.type=fixed and .kl_coef; leave it out",
+    ),
     (r"critic(\..*)?", "GRPO has no critic; leave it out"),
     (r"reward_model(\..*)?", "rewards are functions here: custom_reward_function.path and .name"),
     (r"trainer\.default_local_dir", "it is called trainer.output_dir here"),

@@ -93,6 +93,12 @@ def without_asked_checkpoint(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume_from_checkpoint": None})})
 
 
+def without_what_holds_once(config: RunConfig) -> RunConfig:
+    """Nor does `resume.allow` hold for another start: what it has allowed is in the run's record."""
+    config = without_asked_checkpoint(config)
+    return config.model_copy(update={"resume": config.resume.model_copy(update={"allow": []})})
+
+
 def resolve_total_steps(config: RunConfig, num_rows: int) -> int:
     """Steps of the run: `trainer.total_training_steps`, else what `trainer.total_epochs` passes over the rows give.
 

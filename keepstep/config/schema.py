@@ -334,8 +334,8 @@ class S3Config(Section):
     sse_kms_key_id: str | None = None
     """Key of `aws:kms`; None: the account's default key."""
     keep_remote: Literal["all", "retention"] = "all"
-    """`all`: nothing is ever deleted from the store. `retention`: the rules of the disk hold there too, for steps that
-    this run wrote and whose local copies are gone."""
+    """`all`: no good checkpoint is ever deleted from the store. `retention`: the rules of the disk hold there too, for
+    steps that this run wrote and whose local copies are gone."""
     upload_interval: PositiveInt = 100
     """Steps between uploads: the first save at or after each multiple goes up, and the last one."""
     max_retries: NonNegativeInt = 8

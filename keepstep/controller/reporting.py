@@ -42,7 +42,7 @@ def log_config(config: RunConfig) -> None:
 
 
 class Reporter:
-    """Called with the metrics of every finished step."""
+    """Called with the metrics of every finished step, and told of a validation between steps."""
 
     def __init__(self, run: RunDir, events: EventLog, total_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -54,13 +54,25 @@ class Reporter:
         self._board = SummaryWriter(str(run.tensorboard), flush_secs=30)
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
-        fields = {short: metrics[name] for name, short in STEP_FIELDS.items() if name in metrics}
-        self._events.emit("step", step=step, total=self._total_steps, **fields)
+        self._tell("step", step, metrics, metrics)
+
+    def validated(self, step: int, metrics: dict[str, float]) -> None:
+        """Before the first step, and of a step whose validation an earlier attempt did not finish.
+
+        Args:
+            metrics: with the step's own: readers take the last line of a step.
+        """
+        self._tell("validated", step, metrics, {name: metrics[name] for name in metrics if name.startswith("val/")})
+
+    def _tell(self, event: str, step: int, metrics: dict[str, float], new: dict[str, float]) -> None:
+        fields = {short: new[name] for name, short in STEP_FIELDS.items() if name in new}
+        self._events.emit(event, step=step, total=self._total_steps, **fields)
         line: dict[str, Any] = {"time": utc_now(), "attempt": self._attempt, "step": step, **metrics}
         self._metrics.append(line)
-        for name, value in metrics.items():
+        for name, value in new.items():
             self._board.add_scalar(name, value, step)
-        logger.info("step %d/%d %s", step, self._total_steps, " ".join(f"{k}={v:.6g}" for k, v in fields.items()))
+        told = " ".join(f"{key}={value:.6g}" for key, value in fields.items())
+        logger.info("%s %d/%d %s", event, step, self._total_steps, told)
 
     def close(self) -> None:
         self._board.close()

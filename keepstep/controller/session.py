@@ -25,7 +25,7 @@ from keepstep.checkpoint.plan import Rejection, ResumePlan
 from keepstep.checkpoint.publish import point, quarantine, sweep_temporaries
 from keepstep.checkpoint.repair import Fetch, from_disk, from_model, mend_reference
 from keepstep.checkpoint.verify import verify
-from keepstep.config.load import to_yaml, without_asked_checkpoint
+from keepstep.config.load import to_yaml, without_asked_checkpoint, without_what_holds_once
 from keepstep.config.schema import RunConfig
 from keepstep.controller.debugging import scratch
 from keepstep.controller.finishing import finish
@@ -239,7 +239,10 @@ class Session:
         return [drift.field for drift in self.start.waived] + exactness
 
     def _write_record(self) -> Record:
-        """run.json and config.yaml, where they are missing: at the first start, and for a folder that was lost."""
+        """run.json, where it is missing: at the first start, and for a folder that was lost; config.yaml as it is now.
+
+        What prunes, audits and uploads later goes by config.yaml. What was allowed this once does not belong there.
+        """
         record = self.start.existing
         if record is None:
             record = {
@@ -253,8 +256,7 @@ class Session:
                 "waivers": [],
             }
         self.attempt.check()
-        if not self.run.config.exists():
-            write_atomic(self.run.config, to_yaml(self.config).encode())
+        write_atomic(self.run.config, to_yaml(without_what_holds_once(self.config)).encode())
         if not self.run.has_record():
             write_json(self.run.record, record)
         return record

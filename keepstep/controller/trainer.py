@@ -59,6 +59,8 @@ class Parts:
     """Held-out prompts whose log-probs are stored with every checkpoint."""
     report: Callable[[int, Metrics], None]
     """Told every finished step."""
+    report_validation: Callable[[int, Metrics], None]
+    """Told a validation that is no part of a step that was just taken, with all that is known of its step."""
     keep: Callable[[int, list[Sample]], None]
     """Given a step and some of its rollouts, to be read by people."""
     leaving: Leaving
@@ -93,8 +95,8 @@ class Trainer:
             StepDropped: asked to leave, and the running step or validation would not end in time. The ranks hold the
                 state of the last finished step.
         """
-        if self.validation_owed():
-            self.validate()
+        if self.validation_owed() and self.validate():
+            self.parts.report_validation(self.state.global_step, dict(self.state.metrics))
         while self.state.global_step < self.total_steps:
             self.step()
             if self.save_due():

@@ -421,6 +421,7 @@ def build_parts(session: Session, crew: Crew, data: tuple[Any, Any, Any], report
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
         report=report,
+        report_validation=reporter.validated,
         keep=lambda step, samples: write_samples(session.run.rollouts, step, samples),
         leaving=session.leaving,
     )

@@ -41,7 +41,7 @@ class Uploader:
     ) -> None:
         self._run, self._config, self._attempt, self._events = run, config.s3, attempt, events
         self._prefer_multiple = config.resume.prefer_multiple
-        # The settings of this start: config.yaml holds those of the first.
+        # The settings of this start, whatever another one writes into config.yaml.
         sections = {"s3": config.s3.model_dump(mode="json"), "checkpoint": config.checkpoint.model_dump(mode="json")}
         self._environment = {**environment, CONFIG_VARIABLE: json.dumps(sections)}
         self._waiting: set[int] = set()

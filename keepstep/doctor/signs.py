@@ -326,9 +326,9 @@ def _host(record: dict[str, object]) -> str:
 
 
 def _last_rows(evidence: Evidence) -> list[Row]:
-    """The last row of every step, ascending."""
-    rows = {row.step: row for row in evidence.metrics if row.step is not None}
-    return [rows[step] for step in sorted(step for step in rows if step is not None)]
+    """The last row of every step, ascending; that of step 0 tells of no training."""
+    rows = {row.step: row for row in evidence.metrics if row.step}
+    return [rows[step] for step in sorted(rows)]
 
 
 def _share_equal(row: Row) -> float | None:

@@ -25,13 +25,13 @@ from keepstep.export import safetensors_stream
 from keepstep.export.adapters import merged
 from keepstep.export.card import model_card
 from keepstep.export.model import Expected, expected
+from keepstep.export.origin import RECORD, identity
 from keepstep.export.tensors import FileTensors
 from keepstep.export.weights import Policy, Weights, open_policy
 from keepstep.quickstart.make import made_path
 from keepstep.run import RunDir, fsync_dir, fsync_tree, read_json, write_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RECORD = "keepstep_export.json"
 SAFETENSORS, PYTORCH = "safetensors", "pytorch"
 PYTORCH_FILE = "pytorch_model.bin"
 INDEX = "model.safetensors.index.json"
@@ -244,7 +244,7 @@ def _write_origin(folder: Path, checkpoint: Path, verdict: Verdict, dtype: str) 
         "run_id": manifest.run_id if manifest else None,
         "attempt": manifest.attempt if manifest else None,
         "step": verdict.step,
-        "checkpoint": read_json(checkpoint / layout.MANIFEST)["self"] if manifest else None,
+        "checkpoint": identity(checkpoint),
         "dtype": dtype,
     }
     write_json(folder / RECORD, origin)

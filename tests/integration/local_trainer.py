@@ -212,7 +212,8 @@ def trainer_of(config: RunConfig, rank: Rank, state: TrainState) -> Trainer:
         ranks=LocalRanks(rank), engines=LocalEngines(rank, eos_id=1), saver=None, val_set=None, pad_id=0,
         scorer=Scorer(reward, config.reward_model, config.custom_reward_function), keep=lambda step, samples: None,
         train_set=Dataset(rows, NUM_ROWS, ""), decode=lambda ids: " ".join(map(str, ids)), probe_prompts=[],
-        report=lambda step, metrics: None, leaving=Leaving(3600.0, lambda failure: None),
+        report=lambda step, metrics: None,
+        report_validation=lambda step, metrics: None, leaving=Leaving(3600.0, lambda failure: None),
     )  # fmt: skip
     return Trainer(config, parts, state, NUM_STEPS)  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ from tests.integration.driver import Driver
 pytestmark = pytest.mark.integration
 
 EVENTS = {
-    "attempt_started", "resumed", "step", "checkpoint_saved", "checkpoint_verified", "checkpoint_rejected",
+    "attempt_started", "resumed", "step", "validated", "checkpoint_saved", "checkpoint_verified", "checkpoint_rejected",
     "checkpoint_uploaded", "checkpoint_downloaded", "checkpoint_pruned", "upload_progress", "upload_failed",
     "preempted", "worker_lost", "recovered", "failed", "fenced", "finished",
 }  # fmt: skip
@@ -38,10 +38,20 @@ def test_events(reference: Driver):
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps] == list(range(1, TOTAL_STEPS + 1))
     assert all({"reward", "kl", "lr", "seconds"} <= event.keys() for event in steps)
+    (before,) = [event for event in events if event["event"] == "validated"]
+    assert before["step"] == 0 and 0 < before["val_reward"] < 1
     saves = [event["step"] for event in events if event["event"] == "checkpoint_saved"]
     assert saves == [*range(5, TOTAL_STEPS, 5), TOTAL_STEPS]
     assert [event["step"] for event in events if event["event"] == "checkpoint_verified"] == saves
     assert [event["step"] for event in events if event["event"] == "checkpoint_uploaded"] == [20, 40, TOTAL_STEPS]
+
+
+def test_metrics(reference: Driver):
+    """A line for every step; of the policy that the run began with, step 0, there is its validation."""
+    first, *steps = [json.loads(line) for line in reference.run.metrics.read_text().splitlines()]
+    assert first["step"] == 0 and {name.partition("/")[0] for name in first} == {"time", "attempt", "step", "val"}
+    assert [line["step"] for line in steps] == list(range(1, TOTAL_STEPS + 1))
+    assert [line["step"] for line in steps if "val/reward/mean" in line] == [20, 40]
 
 
 def test_attempt(reference: Driver):

@@ -43,7 +43,8 @@ def test_the_example_of_the_documents(workspace: Path):
     assert [line for line in done.stdout.splitlines() if line.startswith(("saved", "verified"))] == [
         f"{word} {step}" for step in (3, 4, 6) for word in ("saved", "verified")
     ]
-    assert sum(line == "validated" for line in lines) == 1 and lines[-1] == "done" and lines.count("done") == 2
+    validated = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("validated")]
+    assert validated == ["0", "6"] and lines[-1] == "done" and lines.count("done") == 2
     run = RunDir.at(folder / "runs" / "library")
     assert run.steps() == [4, 6], "keep_last_n=2"
     assert run.attempt_numbers() == [1], "the second fit had nothing to do"

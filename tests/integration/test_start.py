@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.config.load import load
 from keepstep.controller.debugging import sweep
 from keepstep.events.log import read_jsonl
 from keepstep.processes import boot_id, hostname
@@ -124,6 +125,9 @@ def test_a_lost_scheduler_is_rebuilt_and_written_down(standing: RunDir, referenc
     assert "learning rate: 0.0005 in step 20, 0.0005 in step 21" in done.stderr
     (waiver,) = read_json(standing.record)["waivers"]
     assert waiver["fields"] == ["scheduler"]
+    # What prunes and audits later goes by the newest settings, and what was allowed once is not allowed for ever.
+    settings = load(str(standing.config))
+    assert (settings.checkpoint.keep_last, settings.trainer.save_freq, settings.resume.allow) == (3, 22, [])
     attempt = waiver["attempt"]
     verified = [
         event["step"]

@@ -52,7 +52,7 @@ RUN_HERE = {
 
 INTEGRATION = "tests/integration"
 ELSEWHERE = {
-    "keepstep run": (f"{INTEGRATION}/conftest.py", "reference", '"make run"'),
+    "keepstep run": ("tests/conftest.py", "reference", '"make run"'),
     "keepstep train": (f"{INTEGRATION}/test_saves.py", "test_suspended_attempt_wakes_up_fenced", '"train"'),
     "keepstep preflight": ("tests/unit/test_preflight.py", "test_a_start_that_would_go_through", '["preflight"'),
     "keepstep completion": ("tests/unit/test_completion.py", "script", '"completion"'),
@@ -63,7 +63,7 @@ ELSEWHERE = {
     "keepstep upload": (
         f"{INTEGRATION}/test_storage.py", "test_killed_upload_leaves_nothing_visible_and_goes_on_by_part",
         '"upload"'),
-    "make run": (f"{INTEGRATION}/conftest.py", "reference", '"make run"'),
+    "make run": ("tests/conftest.py", "reference", '"make run"'),
     "python -m keepstep.platform.automations": (
         f"{INTEGRATION}/test_docs_prefect.py", "test_what_another_server_is_given", '"keepstep.platform.automations"'),
     "curl": (f"{INTEGRATION}/test_serve.py", "test_the_server_answers_under_the_runs_name_from_an_export_of_its_own",

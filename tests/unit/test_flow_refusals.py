@@ -9,7 +9,8 @@ import pytest
 
 from flows.grpo_train import grpo_train
 from keepstep.actor.build import _packed_attention
-from keepstep.cli.run_command import _blame_prefect
+from keepstep.cli.run_command import _blame_prefect, flow_parameters
+from keepstep.config.load import as_overrides, load
 from keepstep.errors import ConfigError, KeepstepError
 
 
@@ -18,6 +19,13 @@ def test_an_unknown_setting_of_a_deployment_ends_it_by_name():
     state = grpo_train.fn("quickstart", {"trainer.save_frq": 5})
     assert state.name == "NotRetryable" and state.is_failed()
     assert "trainer.save_frq" in state.message and "trainer.save_freq" in state.message
+
+
+def test_all_that_is_added_to_a_list_reaches_the_flow():
+    given = ["--resume.allow+=scheduler", "resume.allow+=exactness", "trainer.save_freq=5"]
+    parameters = flow_parameters(None, given, load(None, given))
+    config = load(parameters["config"], as_overrides(parameters["overrides"]))
+    assert config.resume.allow == ["scheduler", "exactness"] and config.trainer.save_freq == 5
 
 
 def test_a_lost_prefect_server_is_named():

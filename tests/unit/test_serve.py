@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ import pytest
 from keepstep.cli import serve_command
 from keepstep.cli.serve_command import environment, exported, is_model, served_name, server_command
 from keepstep.errors import ConfigError
+from keepstep.export.origin import identity
 from keepstep.run import write_json
+
+VERL = Path(__file__).parents[1] / "data" / "verl" / "fsdp2" / "global_step_4"
 
 
 def make_model(folder: Path, made_of: str | None = None) -> Path:
@@ -66,6 +70,17 @@ def test_an_export_of_the_same_bytes_is_taken_and_of_others_refused(tmp_path: Pa
     with pytest.raises(ConfigError, match="is not an export of"):
         exported(checkpoint)
     (target / "keepstep_export.json").unlink()
+    with pytest.raises(ConfigError, match="is not an export of"):
+        exported(checkpoint)
+
+
+def test_an_export_of_verls_shards_is_taken_again_as_long_as_they_stand(tmp_path: Path):
+    """They have no manifest with a digest to go by."""
+    checkpoint = Path(shutil.copytree(VERL, tmp_path / "verl" / "global_step_20"))
+    target = make_model(tmp_path / "verl" / "export" / "global_step_20", made_of=identity(checkpoint))
+    assert exported(checkpoint) == target
+    shard = next(checkpoint.rglob("model_world_size_*.pt"))
+    shard.write_bytes(shard.read_bytes() + b"0")
     with pytest.raises(ConfigError, match="is not an export of"):
         exported(checkpoint)
 
