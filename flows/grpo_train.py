@@ -16,6 +16,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -34,14 +35,14 @@ from keepstep.attempts import FLOW_RUN_VARIABLE
 from keepstep.checkpoint.inventory import goes_to_store
 from keepstep.cli.doctor_command import describe as describe_run
 from keepstep.cli.progress import ProgressPrinter, describe
-from keepstep.config.load import as_overrides, load
+from keepstep.config.load import as_overrides, load, without_asked_checkpoint
 from keepstep.config.schema import RunConfig
 from keepstep.doctor.evidence import gather, is_run
 from keepstep.doctor.rules import examine
-from keepstep.errors import CheckpointError, HeldError, KeepstepError, WorkerDiedError
+from keepstep.errors import CheckpointError, HeldError, KeepstepError, StorageError, WorkerDiedError
 from keepstep.preflight.complete import complete_result
 from keepstep.preflight.lease import wait_until_free
-from keepstep.retry import NOT_RETRYABLE, Decision
+from keepstep.retry import NOT_RETRYABLE, RETRIES_EXHAUSTED, Decision, pauses_s
 from keepstep.retry_budget import RetryBudget
 from keepstep.run import RunDir
 from tasks.artifacts import RunPage, publish
@@ -117,10 +118,10 @@ def grpo_train(
     with RunPage(settings) as page:
         try:
             attempts.check_budget()
+            if budget.goes_on:
+                settings = without_asked_checkpoint(settings)
             wait_until_free(run, settings.retry, get_run_logger().info)
-            check_dataset(settings)
-            total_steps, plan = preflight(settings)
-            plan_resume(plan)
+            total_steps = checked(settings, attempts)
             return exported(settings, finish(settings, train(settings, total_steps, attempts, page)))
         except KeepstepError as error:
             if not isinstance(error, HeldError):
@@ -129,6 +130,29 @@ def grpo_train(
                     # A full disk, for which the start is refused perhaps.
                     budget.start_over()
             return failed(error, attempts.decision, run)
+
+
+def checked(config: RunConfig, attempts: Attempts) -> int:
+    """Make the checks before the first attempt; the steps of the run.
+
+    A store that is away is asked again, as often as an attempt would be made: a run that comes back on another machine
+    needs it first of all, and that machine's network may be as young.
+    """
+    pauses = pauses_s(config.retry)
+    while True:
+        try:
+            check_dataset(config)
+            total_steps, plan = preflight(config)
+            plan_resume(plan)
+            return total_steps
+        except StorageError as error:
+            if not error.retry:
+                raise
+            if (pause_s := next(pauses, None)) is None:
+                attempts.decision = Decision(False, "asked again in vain", name=RETRIES_EXHAUSTED)
+                raise
+            get_run_logger().warning("%s Asked again in %.0f s.", error.message, pause_s)
+            time.sleep(pause_s)
 
 
 def exported(config: RunConfig, result: Event) -> Any:

@@ -244,11 +244,15 @@ class Attempt:
         return cls(run, record, heartbeat_s)
 
     def add(self, pid: int, role: str) -> None:
-        """Record a process of this attempt. One that is gone already is not recorded."""
+        """Record a process of this attempt. One that is gone already is not recorded.
+
+        Of short-lived ones of a role those that are gone make room: a run makes thousands.
+        """
         ref = ProcessRef.of(pid, role)
         if ref is not None:
             with self._lock:
-                self._record["processes"].append(ref.to_record())
+                kept = [p for p in self._record["processes"] if p["role"] != role or ProcessRef.from_record(p).alive()]
+                self._record["processes"] = [*kept, ref.to_record()]
                 self._write()
 
     def add_remote(self, ref: ProcessRef) -> None:

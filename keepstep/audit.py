@@ -22,6 +22,7 @@ from keepstep.checkpoint.inventory import retire as retire_on_disk
 from keepstep.checkpoint.verify import Verdict, verify
 from keepstep.config.load import load
 from keepstep.config.schema import RunConfig
+from keepstep.errors import FencedError
 from keepstep.events.log import EventLog
 from keepstep.processes import ProcessRef
 from keepstep.run import RunDir, read_json
@@ -213,7 +214,10 @@ def _retire(
                 # A damaged one may be what a rule counts as the newest or the best.
                 notes.append("nothing was deleted from the store while something is damaged")
             else:
-                _retire_from_store(run, config, remote, lambda step, reason: tell(step, reason, STORE))
+                try:
+                    _retire_from_store(run, config, remote, lambda step, reason: tell(step, reason, STORE))
+                except FencedError as error:
+                    notes.append(f"nothing more was deleted from the store: {error.message}")
     finally:
         events.close()
     return retired, notes
@@ -235,8 +239,15 @@ def _retire_from_disk(run: RunDir, config: RunConfig, looks: list[Look], tell: A
 
 
 def _retire_from_store(run: RunDir, config: RunConfig, remote: RemoteRun, tell: Any) -> None:
+    from keepstep.storage import lease
     from keepstep.storage.retire import retire
 
     newest = max(run.attempt_numbers(), default=0)
     run_id = read_json(run.record)["run_id"]
-    retire(remote, run, run_id, config.checkpoint, lambda: check_fence(run, newest), tell)
+
+    def fence() -> None:
+        check_fence(run, newest)
+        # This folder may be one that a machine has left behind whose run goes on elsewhere.
+        lease.check(remote.store, run, newest)
+
+    retire(remote, run, run_id, config.checkpoint, fence, tell)

@@ -7,7 +7,7 @@ Progress is a verified step above every earlier one: what failed before it count
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,11 @@ def decide(history: list[Failure], retry: RetryConfig) -> Decision:
 def failure_of(error: KeepstepError, step: int, verified: int) -> Failure:
     """A failure that no attempt recorded: the start itself was refused."""
     return Failure(error.failure_class, error.message, step, verified)
+
+
+def pauses_s(retry: RetryConfig) -> Iterator[float]:
+    """The waits before each of `retry.max_retries` tries of something that no attempt has begun yet."""
+    return (_delay(retry.delays_s, number + 1) for number in range(retry.max_retries))
 
 
 def _delay(delays_s: list[float], number: int) -> float:

@@ -25,10 +25,16 @@ class RetryBudget:
         newest = max(run.attempt_numbers(), default=0)
         self._first = kept["first_attempt"] if kept.get("flow_run") == flow_run else newest + 1
         self._counted = newest
+        self._goes_on = kept.get("flow_run") == flow_run and newest >= self._first
         ends = attempt_ends(run)
         self._step = next((end.last_step for end in reversed(ends) if end.last_step is not None), 0)
         self._verified = max((end.verified or 0 for end in ends), default=0)
         self._failures = [failure for number, failure in failures(ends) if number >= self._first]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this flow run is run again, and has begun an attempt before."""
+        return self._goes_on
 
     @property
     def last(self) -> Failure | None:

@@ -8,6 +8,7 @@ quarantine/step_<N>.<reason>.<k>/    pins/<N>    export/
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep.errors import DamagedFileError
+from keepstep.errors import ConfigError, DamagedFileError
 
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 PLATFORM_DIR = ".keepstep"
+NO_LINK_ERRNOS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,13 @@ def create_exclusive(path: Path, data: bytes) -> bool:
         os.link(temporary, path)
     except FileExistsError:
         return False
+    except OSError as error:
+        if error.errno not in NO_LINK_ERRNOS:
+            raise
+        raise ConfigError(
+            f"{path.parent} is on a filesystem without hard links ({error.strerror}).",
+            "Of two starts at once a hard link decides which one owns the run: put trainer.output_dir elsewhere.",
+        ) from error
     finally:
         os.unlink(temporary)
     fsync_dir(path.parent)

@@ -133,7 +133,7 @@ class Rank:
         if same_ranks:
             restore_rng_states(per_rank[self.spec.rank])
         steps = [float(state["step"]) for state in self.optimizer.state.values()]
-        num_params = sum(1 for _ in self.model.parameters())
+        num_params = len(shards.trained(self.model))
         return LoadReport(int(max(steps, default=0)), num_params - len(steps), len(per_rank), same_ranks)
 
     def load_weights(self, folder: str, skip_mismatched: bool) -> list[str]:

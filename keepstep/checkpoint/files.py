@@ -110,8 +110,13 @@ def _is_cached(fd: int, begin: int, num_bytes: int) -> bool:
 
     library = ctypes.CDLL(None, use_errno=True)
     pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
-    # Private and writable, because ctypes takes no address of read-only memory; nothing is written.
-    with mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY, offset=begin) as window:
+    try:
+        # Private and writable, because ctypes takes no address of read-only memory; nothing is written.
+        window = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY, offset=begin)
+    except OSError:
+        # Address space has a limit here, or memory may not be promised twice: then nobody can tell.
+        return True
+    with window:
         first = ctypes.c_char.from_buffer(window)
         failed = library.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(num_bytes), pages)
         del first

@@ -76,6 +76,7 @@ def _resume_settings(run: RunDir) -> dict[str, Any]:
 def plan_command(args: argparse.Namespace) -> int:
     """The resume decision from what is on disk and what the store has confirmed, or with `--remote` holds now."""
     run = existing_run(args.run)
+    record = read_json(run.record)
     resume = _resume_settings(run)
     with _store_side(run, args.remote) as store:
         found = plan(
@@ -84,7 +85,8 @@ def plan_command(args: argparse.Namespace) -> int:
             prefer_multiple=resume["prefer_multiple"],
             max_rewind_steps=resume["max_rewind_steps"],
             remote=store,
-            expected_run_id=read_json(run.record)["run_id"],
+            expected_run_id=record["run_id"],
+            final_step=record.get("contract", {}).get("trainer.total_training_steps"),
         )
     print(json.dumps(found.to_record()) if args.json else "\n".join(found.describe()))
     return EXIT_DONE

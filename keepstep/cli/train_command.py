@@ -13,7 +13,7 @@ from typing import Any
 
 from keepstep.config.load import load, to_yaml, validate
 from keepstep.config.schema import RunConfig
-from keepstep.errors import EXIT_DONE, KeepstepError
+from keepstep.errors import EXIT_DONE, BugError, KeepstepError
 from keepstep.processes import ProcessRef
 
 
@@ -49,9 +49,11 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
             listeners=[listener, lambda event: told.append(event["event"])],
             watch_stdin=args.watch_stdin,
         )
-    except KeepstepError as error:
+    except Exception as error:
         if args.events_stdout and not set(told) & set(launch.TERMINAL_EVENTS):
-            _print_event(launch.terminal_event(error))
+            # Whoever follows compares how attempts end, and would take an end without a word for a kill from outside.
+            ours = error if isinstance(error, KeepstepError) else BugError(f"{type(error).__name__}: {error}")
+            _print_event(launch.terminal_event(ours))
         raise
     return EXIT_DONE
 

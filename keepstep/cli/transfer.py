@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepstep.attempts import check_fence
+from keepstep.attempts import check_fence, claim
 from keepstep.cli.inspect_commands import no_run
-from keepstep.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, KeepstepError, StorageError
+from keepstep.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, HeldError, KeepstepError, StorageError
 from keepstep.events.log import utc_now
 from keepstep.run import RunDir, read_json, write_json
 
@@ -89,7 +89,8 @@ def _upload(args: argparse.Namespace) -> dict[str, Any]:
             "prefix": remote.prefix,
         }
         write_json(run.upload(step), record)
-        cleared = _clear(remote, run, config, checkpoint, full_fence)
+        # Deleting from the store is for who owns the run there.
+        cleared = _clear(remote, run, config, checkpoint, full_fence) if attempt is not None else {}
     finally:
         remote.close()
     counts = {"num_uploaded": report.num_uploaded, "num_present": report.num_present}
@@ -138,9 +139,16 @@ class _Progress:
 
 
 def _download(args: argparse.Namespace) -> dict[str, Any]:
+    from keepstep.config.load import load
     from keepstep.storage.remote import open_remote
 
     run = _existing_run(args.run)
+    verdict = claim(run, max(run.attempt_numbers(), default=0), load(str(run.config)).retry.lease_timeout_s)
+    if not verdict.open:
+        raise HeldError(
+            f"{run.root} is held: {verdict.reason}.",
+            "It fetches what it needs itself, and clears downloads away.",
+        )
     if run.checkpoint(args.step).exists():
         raise CheckpointError(
             f"{run.checkpoint(args.step)} is there already.", f"Verify it: keepstep verify {run.checkpoint(args.step)}"

@@ -40,7 +40,7 @@ def load(config: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     given = _flatten(_read(path), str(path))
     for override in overrides:
         key, value, adds = _parse_override(override)
-        given[key] = [*given.get(key, []), value] if adds else value
+        given[key] = [*_listed(given.get(key)), value] if adds else value
     _refuse_unknown(given)
     try:
         return RunConfig.model_validate(_nest(given))
@@ -50,6 +50,11 @@ def load(config: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
             + "\n  ".join(_problems(error)),
             "Correct these values.",
         ) from None
+
+
+def _listed(value: Any) -> list[Any]:
+    """What `+=` adds to: a list, or what stands where a list might."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def as_overrides(parameters: dict[str, Any]) -> list[str]:

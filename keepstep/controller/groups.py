@@ -143,6 +143,15 @@ class RankGroup:
     def reference_snapshots(self) -> list[Any]:
         return [actor.snapshot_reference.remote() for actor in self.actors]
 
+    def await_copies(self, *copies: list[Any]) -> None:
+        """Wait until these snapshots are taken; one that failed is there as well, and its writer meets the error.
+
+        Raises:
+            NoProgressError: not all within `timeouts.step_s`, with the ranks that hang.
+        """
+        calls = [(f"rank {rank}", call) for one in copies for rank, call in enumerate(one)]
+        self._supervisor.gather(calls, self._timeouts.step_s, "copying the state", fetch=False)
+
     def _step(self, what: str, call: Any) -> list[Any]:
         return self._all(what, self._timeouts.step_s, call)
 

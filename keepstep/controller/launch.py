@@ -28,6 +28,7 @@ from typing import IO, Any, Protocol
 
 from keepstep import attempts, errors
 from keepstep.config.schema import RunConfig
+from keepstep.events.log import SIGN_OF_LIFE
 from keepstep.processes import ProcessRef
 from keepstep.run import RunDir
 
@@ -40,6 +41,7 @@ JOB_POLL_S = 1.0
 SILENCE_MARGIN_S = 120.0
 WAITS_OF_A_START = 8
 """Ray, GPUs, ranks, two meetings, engines, writers, the load: each may take `timeouts.start_s`, without an event."""
+SILENT = "Where something may take longer than its limit in timeouts.*, raise that."
 EOF_PATIENCE_S = 20.0
 """How long the output of a trainer that has ended may stay open: the reaper ends within this what would hold it."""
 REQUEST_TIMEOUT_S = 30.0
@@ -112,9 +114,9 @@ def _run_child(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> E
         status = process.wait(timeout=60)
     _end_leftovers(config, process.pid)
     if silence.too_long:
-        message = f"Nothing was heard of the trainer's process {process.pid} for {silence.limit_s:.0f} s: it was ended."
-        return terminal_event(errors.NoProgressError(message))
-    return last or _lost(f"the trainer's process {process.pid} ended with {status}", tail)
+        message = f"Nothing was heard of the trainer for {silence.limit_s:.0f} s: it was ended."
+        return terminal_event(errors.NoProgressError(message, f"{SILENT} It was process {process.pid}."))
+    return last or _lost(f"The trainer ended with {status}", tail, f"It was process {process.pid}.")
 
 
 class _Trainer(Protocol):
@@ -130,7 +132,8 @@ class _Silence:
     def __init__(self, config: RunConfig, process: _Trainer) -> None:
         longest = (
             WAITS_OF_A_START * config.timeouts.start_s,
-            config.timeouts.step_s,
+            # Each answer of a worker is a sign of life; between two of them responses may be scored.
+            config.timeouts.step_s + config.timeouts.reward_s,
             config.checkpoint.save_timeout_s + config.checkpoint.verify_timeout_s,
             config.s3.final_timeout_s,
         )
@@ -144,7 +147,8 @@ class _Silence:
 
         def heard(event: Event) -> None:
             self._heard = time.monotonic()
-            on_event(event)
+            if event["event"] != SIGN_OF_LIFE:
+                on_event(event)
 
         return heard
 
@@ -247,7 +251,7 @@ def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Eve
             last, tail = _follow(_job_lines(client, name, job.over), silence.breaking(heard))
         if silence.too_long:
             message = f"Nothing was heard of the trainer on {config.ray.address} for {silence.limit_s:.0f} s"
-            return terminal_event(errors.NoProgressError(f"{message}: its job was stopped.", of_job))
+            return terminal_event(errors.NoProgressError(f"{message}: its job was stopped.", f"{SILENT} {of_job}"))
         status = client.get_job_status(name)
     except (OSError, RuntimeError) as error:
         if ended is not None:
@@ -259,7 +263,8 @@ def _run_job(config: RunConfig, on_event: OnEvent, stop: threading.Event) -> Eve
     finally:
         job.over.set()
     if last is None and status == JobStatus.STOPPED:
-        return {"event": "preempted", "class": "preempted", "message": f"Ray job {name} was stopped.", "retry": True}
+        message = "The trainer's Ray job was stopped."
+        return {"event": "preempted", "class": "preempted", "message": message, "remedy": of_job, "retry": True}
     return last or _lost(f"The trainer's job on {config.ray.address} ended as {status}", tail, of_job)
 
 
@@ -376,6 +381,8 @@ def _follow(lines: Iterable[str] | IO[str], on_event: OnEvent) -> tuple[Event | 
     return last, tail
 
 
-def _lost(what: str, tail: list[str], remedy: str = "") -> Event:
-    message = f"{what} without a word" + (":\n  " + "\n  ".join(tail[-5:]) if tail else ".")
-    return {"event": "failed", "class": "worker_died", "message": message, "remedy": remedy, "retry": True}
+def _lost(what: str, tail: list[str], of_whom: str) -> Event:
+    """Numbers, names and what it printed differ from attempt to attempt, and messages are compared: the same end at the
+    same step again and again must be known as such."""
+    remedy = "\n  ".join([f"{of_whom} Its last lines:", *tail[-5:]]) if tail else of_whom
+    return terminal_event(errors.WorkerDiedError(f"{what} without a word.", remedy))

@@ -114,7 +114,7 @@ class Recovery:
         self.ranks.actors, self.ranks.identities = self.workforce.ranks()
         self.ranks.connect()
         state = self.load()
-        saver.start_over(state.global_step)
+        saver.start_over(state.global_step or None)
         self.session.leaving.training = True
         self._end("rank", begin)
         return state

@@ -18,8 +18,6 @@ from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-
 from keepstep.attempts import Attempt
 from keepstep.checkpoint.cadence import last_due
 from keepstep.checkpoint.history import verified_steps
@@ -85,11 +83,7 @@ class Saver:
         with_reference = self.context.has_reference and reference_step is None
         shared = self.writers.shares_memory_with([identity["host"] for identity in ranks.identities])
         snapshots = Snapshots(ranks.snapshots(shared), ranks.reference_snapshots() if with_reference else [])
-        calls = snapshots.ranks + snapshots.reference
-        # A call that failed is ready as well: its writer meets the error.
-        _, late = ray.wait(calls, num_returns=len(calls), timeout=config.timeouts.step_s, fetch_local=False)
-        if late:
-            raise WorkerDiedError(f"Saving step {state.global_step}: {len(late)} ranks gave no snapshot.")
+        ranks.await_copies(snapshots.ranks, snapshots.reference)
         request = SaveRequest(
             run_root=str(self.context.run.root),
             run_id=self.context.run_id,
@@ -125,8 +119,8 @@ class Saver:
             self._in_flight = None
         return time.monotonic() - begin
 
-    def start_over(self, step: int) -> None:
-        """The loop goes on from this verified step with other ranks."""
+    def start_over(self, step: int | None) -> None:
+        """The loop goes on from this verified step with other ranks; None: from the beginning."""
         self.last_saved, self.wanted, self._in_flight = step, False, None
         self.context.resumed_step = step
 
@@ -205,6 +199,12 @@ class Saver:
                 return []
             if found.status == 1 and found.stdout.strip():
                 return json.loads(found.stdout)["reasons"]
+            if found.status is None:
+                limit_s = self.context.config.checkpoint.verify_timeout_s
+                raise NoProgressError(
+                    f"The verification of step {step} did not end within {limit_s:.0f} s.",
+                    "A slow disk needs a longer checkpoint.verify_timeout_s.",
+                )
             if last_try or self._closing.is_set():
                 raise WorkerDiedError(
                     f"The verifier of step {step} ended with {found.status}: {found.stderr.strip()[-300:]}"

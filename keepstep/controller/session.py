@@ -177,6 +177,8 @@ class Session:
             except OSError as full:
                 # Raised, it would hide how the attempt ended.
                 logger.error("the end of the attempt could not be recorded: %s", full)
+            if self.uploader is not None:
+                self.uploader.close()
             self.events.close()
 
     def execute(self) -> Record:
@@ -332,7 +334,7 @@ class Session:
             return "" if self._mend(step) else NO_REFERENCE
         if chosen.source == "s3":
             try:
-                self.start.remote.download(step, self.run, self.attempt.check)
+                self.start.remote.download(step, self.run, self.attempt.check, self.events.sign_of_life)
             except (CheckpointError, DamagedObjectError) as error:
                 return error.message
             self.events.emit("checkpoint_downloaded", step=step)
@@ -363,7 +365,17 @@ class Session:
 
     def _plan_again(self, passed_over: Sequence[Rejection]) -> ResumePlan:
         start = self.start
-        return make_plan(self.config, self.run, start.remote, self.record, start.total_steps, passed_over)
+
+        def planned(remote: Any) -> ResumePlan:
+            return make_plan(self.config, self.run, remote, self.record, start.total_steps, passed_over)
+
+        try:
+            return planned(start.remote)
+        except StorageError as error:
+            if not error.retry or not self.run.steps():
+                raise
+            logger.warning("the store does not answer (%s): planning from local checkpoints alone", error.message)
+            return planned(None)
 
     def _classify(self, error: BaseException) -> KeepstepError:
         """Our error for whatever ended the attempt; a bug keeps its traceback in the log."""

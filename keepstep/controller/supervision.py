@@ -63,6 +63,8 @@ class Supervisor:
         """Workers by role that are looked at during every wait, whomever it is for."""
         self.see: Callable[[set[str], str], None] = lambda _gone, _what: None
         """Told which of them have ended while another's answer is waited for, and what for; may raise."""
+        self.answered: Callable[[], None] = lambda: None
+        """Told of every answer."""
         self._looked = 0.0
 
     def gather(self, calls: Sequence[tuple[str, Any]], timeout_s: float, what: str, *, fetch: bool = True) -> list[Any]:
@@ -90,6 +92,7 @@ class Supervisor:
                 raise errors.NoProgressError(message).of(late)
             ready, _ = ray.wait(pending, num_returns=1, timeout=POLL_S, fetch_local=fetch)
             for reference in ready:
+                self.answered()
                 try:
                     results[reference] = ray.get(reference) if fetch else None
                 except RayError as error:

@@ -87,6 +87,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
                 drains.start()
             session.leaving.take_signals()
             supervisor = Supervisor(session.leaving.check)
+            supervisor.answered = session.events.sign_of_life
             crew = start_workers(session, chosen, cluster, supervisor, device)
             saver = crew.saver
             train_set, val_set, tokenizer = loading.result()
@@ -187,6 +188,10 @@ def train_to_end(session: Session, trainer: Trainer, parts: Parts) -> None:
         trainer.save()
         parts.saver.wait()
     if parts.saver.last_saved != state.global_step:
+        if state.global_step < session.start.total_steps:
+            # Asked to leave, with checkpoint.on_no_room=skip: what was saved before is gone on from.
+            message = f"Asked to leave: step {state.global_step} could not be saved, there is no room."
+            raise Preempted(message, "The same command goes on from the last step that was.")
         raise NoRoomError(f"Step {state.global_step} could not be saved: no room.", "Free space, start again.")
     if state.global_step < session.start.total_steps:
         upload_if_it_fits(session, state.global_step)

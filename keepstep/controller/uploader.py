@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from keepstep.attempts import Attempt
+from keepstep.checkpoint.history import verified_steps
+from keepstep.checkpoint.publish import quarantine
 from keepstep.cli.transfer import CONFIG_VARIABLE
 from keepstep.config.schema import RunConfig
 from keepstep.controller.children import ChildResult, run_command
@@ -48,6 +50,7 @@ class Uploader:
         self._ending = False
         self._changed = threading.Condition()
         self._failed: dict[int, str] = {}
+        self._closed = False
         self.current: int | None = None
         """The step that is being uploaded."""
         self._hurry = threading.Event()
@@ -104,9 +107,20 @@ class Uploader:
             self._waiting.remove(step)
             return step
 
+    def close(self) -> None:
+        """The attempt ends: what waits is the next one's. An upload that runs is ended with the other processes."""
+        self._closed = True
+        self._hurry.set()
+        with self._changed:
+            self._waiting.clear()
+            self._ending = True
+            self._changed.notify()
+
     def _upload(self, step: int) -> None:
         self.current = step
         for number in range(self._config.max_retries + 1):
+            if self._closed or self._is_gone(step):
+                return
             begin = time.monotonic()
             found = run_command(
                 ["upload", str(self._run.root), "--step", str(step), "--attempt", str(self._attempt.number),
@@ -124,6 +138,8 @@ class Uploader:
                 self._tell_cleared(json.loads(found.stdout))
                 return
             reason, final, failure_class = _reason(found)
+            if failure_class == "local_file_differs" and self._set_aside(step, reason):
+                return
             if found.status == EXIT_HELD:
                 # Another machine has the run: the loop stops at its next look.
                 self._attempt.fenced.set()
@@ -133,6 +149,25 @@ class Uploader:
                 return
             if self._hurry.wait(min(LONGEST_DELAY_S, 2.0**number)):
                 self._hurry.clear()
+
+    def _is_gone(self, step: int) -> bool:
+        """Whether the step has left the disk while it waited: then it is owed no more."""
+        if self._run.checkpoint(step).is_dir():
+            return False
+        self._failed.pop(step, None)
+        self._events.emit(
+            "upload_failed", step=step, reason="it is not on this disk any more", **{"class": "checkpoint"}
+        )
+        return True
+
+    def _set_aside(self, step: int, reason: str) -> bool:
+        """Whether a step that was damaged on disk while it waited could be set aside; the newest has to be mended."""
+        if step >= max(verified_steps(self._run), default=0):
+            return False
+        moved = quarantine(self._run, self._run.checkpoint(step), step, "damaged", self._attempt.check)
+        self._failed.pop(step, None)
+        self._events.emit("checkpoint_rejected", step=step, reason=reason, quarantined=str(moved))
+        return True
 
     def _tell_progress(self, line: str) -> bool:
         """Emit the uploader's progress; False: the line is none."""

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,9 @@ from typing import Any
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
+SIGN_OF_LIFE = "sign_of_life"
+"""For whoever follows the trainer and would end one that is silent; it is written nowhere."""
+SIGN_INTERVAL_S = 10.0
 
 
 def utc_now() -> str:
@@ -54,6 +58,8 @@ class JsonLines:
 
     def close(self) -> None:
         os.close(self._fd)
+        # A thread that comes late must not write into what is opened next.
+        self._fd = -1
 
 
 class EventLog:
@@ -63,6 +69,7 @@ class EventLog:
         self.attempt = attempt
         self.listeners: list[Listener] = []
         self._lines = JsonLines(path)
+        self._told = time.monotonic()
 
     def emit(self, event: str, **fields: Any) -> Event:
         """Append one event, make it durable, tell the listeners. Safe from any thread.
@@ -72,12 +79,21 @@ class EventLog:
         record: Event = {"time": utc_now(), "attempt": self.attempt, "event": event, **fields}
         self._lines.append(record)
         self._lines.sync()
+        self._tell(record)
+        return record
+
+    def sign_of_life(self) -> None:
+        """Tell the listeners alone that something has come to its end in the middle of a long act; not too often."""
+        if time.monotonic() - self._told >= SIGN_INTERVAL_S:
+            self._tell({"attempt": self.attempt, "event": SIGN_OF_LIFE})
+
+    def _tell(self, record: Event) -> None:
+        self._told = time.monotonic()
         for listener in list(self.listeners):
             try:
                 listener(record)
             except Exception:
                 self.listeners.remove(listener)
-        return record
 
     def close(self) -> None:
         self._lines.close()

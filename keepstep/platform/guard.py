@@ -19,6 +19,7 @@ waits and then starts a new one.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -236,9 +237,10 @@ class Guard:
         found = [ProcessRef.of(pid, f"{self._role}-child") for pid in leaders]
         children = [ref for ref in dict.fromkeys([*self._children, *found]) if ref is not None and ref.alive()]
         if children != self._children:
-            self._children = children
-            records = [ref.to_record() for ref in children]
-            write_record(children_path(self._platform, self._role), children=records)
+            with contextlib.suppress(OSError):
+                # Without room for it now: at the next look.
+                write_record(children_path(self._platform, self._role), children=[ref.to_record() for ref in children])
+                self._children = children
         return children
 
     def _start(self) -> tuple[subprocess.Popen[bytes], ProcessRef]:
@@ -252,12 +254,18 @@ class Guard:
         server = ProcessRef.of(process.pid, self._role)
         if server is None:
             raise SystemExit(f"{self._command[0]} ended at once with exit code {process.wait()}")
-        write_record(
-            record_path(self._platform, self._role),
-            url=self._url,
-            server=server.to_record(),
-            guard=ProcessRef.current(self._role).to_record(),
-        )
+        try:
+            write_record(
+                record_path(self._platform, self._role),
+                url=self._url,
+                server=server.to_record(),
+                guard=ProcessRef.current(self._role).to_record(),
+            )
+        except OSError:
+            # No room for the record: nobody would find what was started, and the next try would start another one.
+            _signal_group(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
         return process, server
 
     def _end_unless_held(self) -> bool:

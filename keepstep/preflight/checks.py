@@ -252,6 +252,9 @@ def _reward_sample(start: Start) -> str:
     }
     answer = _ask("keepstep.preflight.reward_sample", request, SAMPLE_TIMEOUT_S, "The reward function")
     if "problem" in answer:
+        if config.reward_model.on_error == "zero":
+            # As in training: a judge that is away for a moment must not keep a run from coming back.
+            raise WarnError(answer["problem"], "Such responses score 0 (reward_model.on_error).")
         raise RewardError(answer["problem"], answer["remedy"])
     return f"scores the first row's own answer {answer['score']:g} and an empty text {answer['empty']:g}"
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-_BOXES = ("\\boxed{", "\\fbox{")
+import re
+
+_BRACES = re.compile(r"\\(?:boxed|fbox)\{|[{}]")
 
 
 def last_boxed(text: str) -> str | None:
     """What stands in the last `\\boxed{…}` (or `\\fbox{…}`) whose braces close; None: there is none."""
-    begin = max((text.rfind(box) + len(box) for box in _BOXES if box in text), default=None)
-    if begin is None:
-        return None
-    depth = 1
-    for position in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[begin:position]
-    return None
+    opened: list[int | None] = []
+    """Where the content of each open brace begins, where it is a box's."""
+    begin, end = -1, -1
+    for found in _BRACES.finditer(text):
+        if found[0] != "}":
+            opened.append(found.end() if len(found[0]) > 1 else None)
+        elif opened and (closed := opened.pop()) is not None and closed > begin:
+            begin, end = closed, found.start()
+    return None if end < 0 else text[begin:end]

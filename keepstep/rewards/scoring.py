@@ -200,12 +200,14 @@ async def _score_together(
     beginning: Callable[[Question | None], None],
 ) -> list[Outcome]:
     async def one(question: Question) -> Outcome:
+        limit = asyncio.timeout(timeout_s)
         try:
-            return _to_score(await asyncio.wait_for(function(**_arguments(question)), timeout_s))
-        except TimeoutError:
-            return _failure(function, question, _too_long(timeout_s))
+            async with limit:
+                result = await function(**_arguments(question))
+            return _to_score(result)
         except Exception as error:
-            return _failure(function, question, error)
+            # The function may have time limits of its own, whose error is its own matter.
+            return _failure(function, question, _too_long(timeout_s) if limit.expired() else error)
 
     tasks = [asyncio.create_task(one(question)) for question in questions]
     waiting = set(tasks)
@@ -229,8 +231,15 @@ def _to_score(result: Any) -> Score:
     if not math.isfinite(value):
         raise ValueError(f"the reward is {value}")
     rest = result.items() if isinstance(result, dict) else ()
-    parts = {str(key): float(part) for key, part in rest if key != "score" and isinstance(part, bool | int | float)}
-    return Score(value, parts)
+    # A part is a diagnostic: one that is no number must not end the run.
+    return Score(value, {str(key): float(part) for key, part in rest if key != "score" and _is_number(part)})
+
+
+def _is_number(part: Any) -> bool:
+    try:
+        return isinstance(part, bool | int | float) and math.isfinite(part)
+    except OverflowError:
+        return False
 
 
 def _failure(function: RewardFunction, question: Question, error: Exception) -> RewardError:

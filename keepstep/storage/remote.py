@@ -219,6 +219,7 @@ class RemoteRun:
         step: int,
         run: RunDir,
         check_fence: Callable[[], None] = lambda: None,
+        on_file: Callable[[], None] = lambda: None,
     ) -> Path:
         """Bring a step into `run`, hashed while written, verified as a whole on disk, then published.
 
@@ -238,7 +239,7 @@ class RemoteRun:
         try:
             _keep_only(folder, set(found.files))
             _check_room(folder, sum(digest.size for digest in found.files.values()))
-            self._fetch(step, found, folder)
+            self._fetch(step, found, folder, on_file)
             verdict = verify(folder, expected_step=step, expected_run_id=found.run_id)
             if not verdict.resumable:
                 raise CheckpointError(
@@ -253,7 +254,7 @@ class RemoteRun:
         shutil.rmtree(aside, ignore_errors=True)
         return run.checkpoint(step)
 
-    def _fetch(self, step: int, found: Manifest, folder: Path) -> None:
+    def _fetch(self, step: int, found: Manifest, folder: Path, on_file: Callable[[], None]) -> None:
         # Small files first: what is wrong shows early.
         for name, digest in sorted(found.files.items(), key=lambda entry: entry[1].size):
             key = object_key(step, name, digest)
@@ -261,6 +262,7 @@ class RemoteRun:
                 continue
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             self.store.get_file(key, folder / name, digest)
+            on_file()
         write_atomic(folder / layout.MANIFEST, self.manifest_bytes(step) or b"")
         fsync_tree(folder)
 
@@ -304,6 +306,9 @@ def upload_checkpoint(
         if attempt is not None:
             lease.check(store, run, attempt)
 
+    if attempt is not None:
+        _keep_up_to_date(remote, run, fence)
+
     num_bytes = sum(digest.size for digest in local.files.values())
     standing = remote.manifest_bytes(step)
     if standing is not None and standing != data:
@@ -316,6 +321,8 @@ def upload_checkpoint(
     listed = remote.sizes(step, local)
     num_uploaded = 0
     for name, digest in sorted(local.files.items(), key=lambda entry: entry[1].size):
+        if _is_optional(name) and not (run.checkpoint(step) / name).exists():
+            continue
         key = object_key(step, name, digest)
         if listed.get(key) == digest.size and store.confirms(key, digest):
             on_bytes(digest.size)
@@ -329,6 +336,9 @@ def upload_checkpoint(
     fence()
     if standing is None and not store.put_bytes(step_key(step, layout.MANIFEST), data, if_absent=True):
         standing = remote.manifest_bytes(step)
+        if standing is None:
+            # The store was at two writes of it at once, and may have dropped both.
+            raise StorageError(f"{store.where} took no manifest of step {step} and has none.", "Upload it again.")
     if standing is not None and standing != data:
         raise ContractError(
             f"{store.where}: another process stored step {step} at the same time, with another manifest.",
@@ -396,13 +406,23 @@ def _claim_prefix(remote: RemoteRun, run: RunDir, local: Manifest) -> None:
     store = remote.store
     if not store.put_bytes(RECORD, run.record.read_bytes(), if_absent=True):
         kept = remote.fetch_record()
-        if kept is None or kept["run_id"] != local.run_id:
-            owner = kept["run_id"] if kept else "another run"
+        if kept is None:
+            raise StorageError(f"{store.where} took no {RECORD} and has none.", "Upload again.")
+        if kept["run_id"] != local.run_id:
             raise ContractError(
-                f"{store.where} belongs to run {owner}; {run.root} is run {local.run_id}.",
+                f"{store.where} belongs to run {kept['run_id']}; {run.root} is run {local.run_id}.",
                 "Give this run an s3.prefix of its own.",
             )
     store.put_bytes(CONFIG, run.config.read_bytes(), if_absent=True)
+
+
+def _keep_up_to_date(remote: RemoteRun, run: RunDir, fence: Callable[[], None]) -> None:
+    """The store's copies of what a start may change: a machine that has lost the folder goes by them."""
+    for key, path in ((RECORD, run.record), (CONFIG, run.config)):
+        data = path.read_bytes()
+        if remote.store.get_bytes(key) != data:
+            fence()
+            remote.store.put_bytes(key, data)
 
 
 def _stands_equal(remote: RemoteRun, step: int, standing: bytes, local: Manifest) -> bool:

@@ -14,7 +14,16 @@ import pytest
 
 from keepstep.attempts import Attempt
 from keepstep.config.schema import RunConfig
-from keepstep.errors import CheckpointError, ConfigError, HeldError, NoProgressError, Preempted, WorkerDiedError
+from keepstep.errors import (
+    CheckpointError,
+    ConfigError,
+    HeldError,
+    NoProgressError,
+    Preempted,
+    StorageError,
+    WorkerDiedError,
+)
+from keepstep.retry_budget import RetryBudget
 from keepstep.run import RunDir, read_json
 from tests.unit import export_builder
 
@@ -175,6 +184,49 @@ def test_retryable_failure_is_tried_again_and_its_verification_ends(train) -> No
     assert found["upload-checkpoint-step-40"] == found[name] == "Completed"
 
 
+def away(monkeypatch: pytest.MonkeyPatch, num_times: int) -> list[RunConfig]:
+    """The checks before the first attempt find the store away so often; the configurations that they were given."""
+    import flows.grpo_train as module
+
+    asked: list[RunConfig] = []
+
+    def preflight(config: RunConfig) -> tuple[int, None]:
+        asked.append(config)
+        if len(asked) <= num_times:
+            raise StorageError("The object store does not answer.")
+        return 40, None
+
+    monkeypatch.setattr(module, "preflight", preflight)
+    return asked
+
+
+def test_a_store_that_is_away_at_the_start_is_asked_again(train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No automation brings a Failed flow run back, and a lost node's run begins with the store."""
+    asked = away(monkeypatch, num_times=2)
+    assert train(good)["final_step"] == 40
+    assert len(asked) == 3
+
+
+def test_a_store_that_stays_away_ends_the_start(train, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = away(monkeypatch, num_times=9)
+    with pytest.raises(StorageError, match="does not answer"):
+        train(**{"retry.max_retries": 2})
+    assert len(asked) == 3
+    assert flow_state() == ("FAILED", "RetriesExhausted")
+
+
+def test_the_checkpoint_that_was_asked_for_is_not_gone_back_to_after_a_crash(
+    train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same flow run is run again: what it had trained since must not be trained once more."""
+    asked = away(monkeypatch, num_times=0)
+    path = "/runs/mine/checkpoints/step_20"
+    train(good, **{"trainer.resume_from_checkpoint": path})
+    monkeypatch.setattr(RetryBudget, "goes_on", True)
+    train(good, **{"trainer.resume_from_checkpoint": path})
+    assert [config.trainer.resume_from_checkpoint for config in asked] == [path, None]
+
+
 def test_config_error_is_not_tried_again(train) -> None:
     with pytest.raises(ConfigError, match="no such model"):
         train(raising(ConfigError("no such model")))
@@ -218,8 +270,6 @@ def test_rejected_checkpoint_fails_its_task_run_and_not_the_flow(train) -> None:
 
 
 def test_unconfirmed_last_upload_is_no_success(train) -> None:
-    from keepstep.errors import StorageError
-
     with pytest.raises(StorageError, match="confirmed step 20"):
         train(lambda on_event, stop: result(uploaded=20))
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from keepstep import audit
 from keepstep.actor.rng import rng_states
 from keepstep.attempts import Attempt
 from keepstep.checkpoint import layout, manifest
@@ -28,6 +29,7 @@ from keepstep.checkpoint.tensor_headers import Archive
 from keepstep.checkpoint.torch_zip import TorchZip
 from keepstep.checkpoint.verify import verify
 from keepstep.cli.main import main
+from keepstep.config.load import load
 from keepstep.config.schema import CheckpointConfig, RetryConfig, S3Config
 from keepstep.controller.session import acquire
 from keepstep.errors import (
@@ -265,6 +267,57 @@ def test_prefix_of_another_run_is_refused(run: RunDir, remote: RemoteRun) -> Non
     with pytest.raises(ContractError, match="run-b"):
         upload_checkpoint(remote, run, 100, attempt=1)
     assert remote.steps() == []
+
+
+def test_the_stores_record_follows_the_runs(run: RunDir, remote: RemoteRun) -> None:
+    """A run that was made longer is longer for the machine, too, that has lost its folder."""
+    write_step(run, 100)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    write_json(run.record, {"run_id": "run-a", "contract": {"trainer.total_training_steps": 800}})
+    run.config.write_text(CONFIG_YAML + "\n")
+    write_step(run, 120)
+    upload_checkpoint(remote, run, 120, attempt=None)
+    assert remote.fetch_record() == {"run_id": "run-a"}, "by hand, nobody speaks for the run"
+    upload_checkpoint(remote, run, 120, attempt=1)
+    assert remote.fetch_record() == read_json(run.record)
+    assert remote.store.get_bytes("config.yaml") == run.config.read_bytes()
+
+
+def test_a_manifest_that_was_not_taken_is_no_upload(
+    run: RunDir, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 answers two conditional writes at once with a conflict: then perhaps neither is there."""
+    write_step(run, 100)
+    put = type(remote.store).put_bytes
+
+    def conflict(self: Any, key: str, data: bytes, if_absent: bool = False) -> bool:
+        return False if key.endswith(layout.MANIFEST) else put(self, key, data, if_absent)
+
+    monkeypatch.setattr(type(remote.store), "put_bytes", conflict)
+    with pytest.raises(StorageError, match="took no manifest of step 100") as caught:
+        upload_checkpoint(remote, run, 100, attempt=1)
+    assert caught.value.retry
+
+
+def test_what_may_be_deleted_may_be_missing(run: RunDir, remote: RemoteRun) -> None:
+    """rollout/ is informative: without it a step goes up, and comes back."""
+    folder = write_step(run, 100)
+    name = f"{layout.ROLLOUT_DIR}/engine_state.json"
+    (folder / layout.ROLLOUT_DIR).mkdir()
+    (folder / name).write_text("{}")
+    files = {**manifest.parse((folder / layout.MANIFEST).read_bytes()).files, name: digest_file(folder / name)}
+    tensors = {one: described(folder / one) for one in layout.TENSOR_FILES}
+    (folder / layout.MANIFEST).write_bytes(
+        manifest.build(
+            run_id="run-a", attempt=1, step=100, world_size=1, required=list(layout.required_files()),
+            files=files, tensors=tensors, metrics={}, nonfinite={},
+        )
+    )  # fmt: skip
+    shutil.rmtree(folder / layout.ROLLOUT_DIR)
+    assert verify(folder).resumable
+    upload_checkpoint(remote, run, 100, attempt=1)
+    shutil.rmtree(folder)
+    assert verify(remote.download(100, run)).resumable
 
 
 def test_stale_attempt_publishes_nothing(run: RunDir, remote: RemoteRun) -> None:
@@ -571,6 +624,21 @@ def test_second_machine_takes_the_next_number_and_fences_the_first(machines: Any
     assert remote.verify(100).resumable
 
 
+def test_a_folder_that_was_left_behind_deletes_nothing_of_the_run_that_went_on(machines: Any) -> None:
+    """The daily audit still visits it, with retention in the store: another machine has taken the run over since."""
+    first_run, first, remote, second_run, second, other = machines
+    write_step(second_run, 80)
+    upload_checkpoint(other, second_run, 80, second.number)
+    # Of an upload that is on its way: no manifest yet.
+    other.store.put_bytes(step_key(100, layout.ACTOR), b"on its way")
+    first.close({"status": "preempted"})
+    write_json(first_run.record, {"run_id": "run-a", "contract": {"trainer.total_training_steps": 100}})
+    config = load("quickstart", [f"trainer.output_dir={first_run.root}", "s3.keep_remote=retention"])
+    retired, notes = audit._retire(first_run, config, [], remote)
+    assert retired == [] and "nothing more was deleted from the store" in notes[0] and "attempt 2" in notes[0]
+    assert other.store.get_bytes(step_key(100, layout.ACTOR)) == b"on its way"
+
+
 def test_number_that_another_machine_took_meanwhile_is_given_back(
     remote: RemoteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -701,6 +769,29 @@ def test_bandwidth_limit_holds_both_ways(run: RunDir, server: servers.ServerInfo
             begin = time.monotonic()
             act()
             assert time.monotonic() - begin > 0.8
+
+
+def test_by_hand_nothing_is_cleared_and_a_held_run_is_left_alone(
+    run: RunDir, remote: RemoteRun, server: servers.ServerInfo, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """`keepstep upload` does not own the run there; `keepstep download` would have its folder swept from under it."""
+    for key, value in server.env.items():
+        monkeypatch.setenv(key, value)
+    write_step(run, 100)
+    remote.store._run(  # type: ignore[attr-defined]
+        remote.store._call("create_multipart_upload", step_key(80, layout.ACTOR))  # type: ignore[attr-defined]
+    )
+    assert main(["upload", str(run.root), "--step", "100", "--json"]) == 0
+    assert "num_swept" not in json.loads(capsys.readouterr().out)
+    assert remote.store.abort_unfinished("") == 1
+    shutil.rmtree(run.checkpoint(100))
+    attempt = Attempt.acquire(run, others=[], lease_timeout_s=60.0, heartbeat_s=60.0)
+    try:
+        assert main(["download", str(run.root), "--step", "100", "--json"]) == 5
+    finally:
+        attempt.close({"status": "finished"})
+    assert json.loads(capsys.readouterr().out)["class"] == "held"
+    assert main(["download", str(run.root), "--step", "100", "--json"]) == 0
 
 
 def test_fenced_uploader_exits_5(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from keepstep.attempts import Attempt, check_fence, end_attempt, flow_run_of, judge
-from keepstep.errors import FencedError, HeldError
+from keepstep.errors import ConfigError, FencedError, HeldError
 from keepstep.events.log import EventLog
 from keepstep.processes import ProcessRef, start_time
 from keepstep.run import RunDir, read_json, write_json
@@ -142,6 +144,28 @@ def test_heartbeat_is_written_and_a_newer_number_fences(tmp_path: Path):
     assert read_json(run.attempt(1))["outcome"] is None
     assert read_json(run.attempt(1))["heartbeat"] >= before
     check_fence(run, 2)
+
+
+def test_short_lived_processes_that_are_gone_make_room(tmp_path: Path):
+    """A run verifies thousands of saves, and its record is written every other second."""
+    run = RunDir.at(tmp_path)
+    attempt = acquire(run)
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        attempt.add(process.pid, "verifier")
+        process.kill()
+        process.wait()
+    assert [one["role"] for one in read_json(run.attempt(1))["processes"]] == ["controller", "verifier"]
+    attempt.close({"status": "finished"})
+
+
+def test_a_filesystem_without_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def link(_source: str, _target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(ConfigError, match="without hard links"):
+        acquire(RunDir.at(tmp_path))
 
 
 def test_an_attempt_whose_folder_was_removed_stops_and_brings_nothing_back(tmp_path: Path):

@@ -77,6 +77,9 @@ def test_a_flag_adds_to_what_a_file_allows(minimal: str) -> None:
     """`--ignore_mismatched_sizes` beside `resume.allow` of the file."""
     Path(minimal).write_text(MINIMAL + "resume: {allow: [scheduler]}\n")
     assert load(minimal, ["resume.allow+=mismatched_sizes"]).resume.allow == ["scheduler", "mismatched_sizes"]
+    assert load(minimal, ["data.train_files=a.parquet", "data.train_files+=b.parquet"]).data.train_files == [
+        "a.parquet", "b.parquet"
+    ]  # fmt: skip
     assert load(minimal, ["resume.allow=[probe]", "resume.allow+=exactness"]).resume.allow == ["probe", "exactness"]
 
 

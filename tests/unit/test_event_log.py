@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.events.log import EventLog, JsonLines, read_jsonl
+from keepstep.events import log
+from keepstep.events.log import SIGN_OF_LIFE, EventLog, JsonLines, read_jsonl
 
 
 def test_a_line_of_which_the_disk_took_a_part_takes_no_other_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -23,6 +24,27 @@ def test_a_line_of_which_the_disk_took_a_part_takes_no_other_along(tmp_path: Pat
     lines.append({"step": 3})
     lines.close()
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 3]
+
+
+def test_a_sign_of_life_is_told_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not more often than anybody needs: a step has many answers."""
+    events, told = EventLog(tmp_path / "events.jsonl", 1), []
+    events.listeners.append(lambda event: told.append(event["event"]))
+    events.sign_of_life()
+    assert told == [], "the log has just been opened"
+    monkeypatch.setattr(log, "SIGN_INTERVAL_S", 0.0)
+    events.sign_of_life()
+    events.emit("step", step=1)
+    assert told == [SIGN_OF_LIFE, "step"]
+    assert [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")] == ["step"]
+
+
+def test_who_writes_after_the_end_hits_no_other_file(tmp_path: Path):
+    events = EventLog(tmp_path / "events.jsonl", 1)
+    events.close()
+    with (tmp_path / "other").open("wb"), pytest.raises(OSError):
+        events.emit("step", step=1)
+    assert (tmp_path / "other").read_bytes() == b""
 
 
 def test_a_line_that_a_kill_has_cut_is_closed_by_the_next_attempt(tmp_path: Path):

@@ -16,6 +16,7 @@ from keepstep import errors
 from keepstep.config.load import load
 from keepstep.config.schema import RunConfig
 from keepstep.controller import launch
+from keepstep.events.log import SIGN_OF_LIFE
 
 
 def line(**event: object) -> str:
@@ -76,6 +77,21 @@ def test_output_that_another_process_holds_open_has_an_end(tmp_path: Path, monke
 def test_error_of_a_terminal_event(name: str, cls: type[errors.KeepstepError]):
     found = launch.error_of({"event": "failed", "class": name, "message": "m", "remedy": "r", "retry": True})
     assert type(found) is cls and (found.message, found.remedy, found.budget) == ("m", "r", cls.budget)
+
+
+def test_a_sign_of_life_breaks_the_silence_and_goes_no_further():
+    silence = launch._Silence(load("quickstart"), subprocess.Popen([sys.executable, "-c", "pass"], text=True))
+    heard: list[dict] = []
+    silence._heard = 0.0
+    silence.breaking(heard.append)({"event": SIGN_OF_LIFE, "attempt": 1})
+    assert silence._heard > 0.0 and heard == []
+
+
+def test_the_same_end_of_a_trainer_has_the_same_message():
+    """Messages are compared: pids and what was printed differ from attempt to attempt."""
+    first, second = (launch._lost("The trainer ended with 1", [f"line of {n}"], f"It was process {n}.") for n in (4, 5))
+    assert first["message"] == second["message"] and first["remedy"] != second["remedy"]
+    assert "line of 4" in first["remedy"] and "process 4" in first["remedy"]
 
 
 def test_silent_trainer_is_ended():

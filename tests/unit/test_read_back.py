@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from pathlib import Path
 
 import pytest
 
+from keepstep.checkpoint import files
 from keepstep.checkpoint.files import DISK, PAGE_CACHE, drop_and_tell, open_regular
 from keepstep.checkpoint.verify import verify
 from tests.unit import builder
@@ -55,6 +57,17 @@ def test_a_filesystem_in_memory_is_never_called_disk():
             assert drop_and_tell(file) == PAGE_CACHE
     finally:
         path.unlink()
+
+
+def test_where_nobody_can_tell_it_is_not_called_disk(durable: Path, monkeypatch: pytest.MonkeyPatch):
+    """A limit on the address space refuses the window: that says nothing against the file."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(files.mmap, "mmap", refuse)
+    with open_regular(durable) as file:
+        assert drop_and_tell(file) == PAGE_CACHE
 
 
 def test_the_verdict_says_it(durable: Path, tmp_path: Path):

@@ -43,12 +43,13 @@ def failed(message: str, failure_class: str = "bug") -> dict[str, Any]:
 def test_a_flow_run_that_is_run_again_goes_on_with_what_it_had_used(tmp_path: Path):
     folder = Folder(tmp_path)
     budget = folder.budget()
-    assert budget.decide() is None
+    assert budget.decide() is None and not budget.goes_on
     for number in (1, 2):
         folder.attempt(budget, number, failed(f"boom {number}"), step=number)
         assert budget.failed(BugError(f"boom {number}")).retry
     # kill -9 of the flow, which is run again.
     again = folder.budget()
+    assert again.goes_on and not folder.budget("another").goes_on
     found = again.decide()
     assert found is not None and found.retry
     folder.attempt(again, 3, failed("boom 3"), step=3)

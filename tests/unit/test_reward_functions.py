@@ -63,6 +63,8 @@ def test_a_marked_answer_is_worth_something(text: str, expected: dict[str, float
         ("\\boxed{1} then \\boxed{2}", "2"),
         ("\\fbox{x^{2}}", "x^{2}"),
         ("\\boxed{never closed", None),
+        ("\\boxed{7}, that is \\boxed{never closed", "7"),
+        ("set {1} and } stray, \\boxed{a \\fbox{b}}", "b"),
         ("no box", None),
     ],
 )

@@ -37,6 +37,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             calls.write(solution_str)
     return {"score": len(solution_str), "right": solution_str == ground_truth, "note": "text"}
 
+async def judge(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "slow":
+        raise TimeoutError("the judge did not answer")
+    await asyncio.sleep(60 if solution_str == "hang" else 0)
+    return {"score": 1.0, "doubt": float("nan") if solution_str == "unsure" else 0.5, "huge": 10**400}
+
 async def together(data_source, solution_str, ground_truth, extra_info=None):
     await MEETING.arrive(solution_str)
     return float(solution_str)
@@ -87,6 +93,23 @@ def test_a_response_has_a_limit_of_its_own(source: RewardFunctionConfig, num_wor
     assert scorer.score(questions("hang", "abc"), lambda: None) == [0.0, 3.0]
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     scorer.close()
+
+
+def test_the_time_limits_of_an_async_function_are_its_own(source: RewardFunctionConfig):
+    """A client of a judge raises TimeoutError by itself, with or without a limit here."""
+    judge = source.model_copy(update={"name": "judge"})
+    for timeout_s in (None, 30.0):
+        with pytest.raises(RewardError, match="TimeoutError: the judge did not answer"):
+            scorer_of(judge, timeout_s=timeout_s).score(questions("ab", "slow"), lambda: None)
+    with pytest.raises(RewardError, match=r"no result within 0.2 s \(reward_model.timeout_s\)"):
+        scorer_of(judge, timeout_s=0.2).score(questions("ab", "hang"), lambda: None)
+
+
+def test_a_part_that_is_no_number_is_left_out(source: RewardFunctionConfig):
+    """It is a diagnostic: neither the step nor the run may end over it."""
+    scorer = scorer_of(source.model_copy(update={"name": "judge"}))
+    assert scorer.score(questions("sure", "unsure"), lambda: None) == [1.0, 1.0]
+    assert scorer.take_metrics() == {"doubt/mean": 0.5}
 
 
 def test_what_was_begun_is_scored_once(source: RewardFunctionConfig, tmp_path: Path):

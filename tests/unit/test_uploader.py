@@ -18,6 +18,8 @@ from keepstep.errors import EXIT_HELD, StorageRefusedError
 from keepstep.events.log import EventLog, read_jsonl
 from keepstep.run import RunDir
 
+STEPS = (20, 100, 140, 200, 220)
+
 
 @pytest.mark.parametrize(
     ("waiting", "first"),
@@ -38,6 +40,8 @@ def start(attempt: Attempt, monkeypatch: pytest.MonkeyPatch, command: Any) -> tu
     monkeypatch.setattr(uploader, "run_command", command)
     events = EventLog(attempt.run.events, attempt.number)
     config = load("quickstart", [f"trainer.output_dir={attempt.run.root}", "resume.prefer_multiple=100"])
+    for step in STEPS:
+        attempt.run.checkpoint(step).mkdir(parents=True)
     return Uploader(attempt.run, config, attempt, events, {}), events
 
 
@@ -73,6 +77,51 @@ def test_fenced_upload_ends_the_attempt(attempt: Attempt, monkeypatch: pytest.Mo
     assert attempt.fenced.is_set()
 
 
+def told(attempt: Attempt, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_jsonl(attempt.run.events) if event["event"] == kind]
+
+
+def test_a_step_that_left_the_disk_is_owed_no_more(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """checkpoint.max_disk_bytes let it go while the store was away: the run can be done without it."""
+    queue, _ = start(attempt, monkeypatch, None)
+    attempt.run.checkpoint(100).rmdir()
+    queue.add(100)
+    queue.drain(10)
+    assert [event["step"] for event in told(attempt, "upload_failed")] == [100]
+
+
+def test_a_step_that_rotted_while_it_waited_is_set_aside(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the end of the run would be asked for it at every start; of the newest step it is right to ask."""
+    answer = ChildResult(6, '{"class": "local_file_differs", "message": "actor/optimizer.pt differs"}', "")
+    queue, events = start(attempt, monkeypatch, lambda *_, **__: answer)
+    events.emit("checkpoint_verified", step=100)
+    events.emit("checkpoint_verified", step=220)
+    queue.add(100)
+    queue.add(220)
+    with pytest.raises(StorageRefusedError, match=r"step 220 is not in .* differs"):
+        queue.drain(10)
+    assert [(event["step"], event["reason"]) for event in told(attempt, "checkpoint_rejected")] == [
+        (100, "refused: actor/optimizer.pt differs")
+    ]
+    assert not attempt.run.checkpoint(100).exists() and attempt.run.checkpoint(220).exists()
+    assert [path.name for path in attempt.run.quarantine.iterdir()] == ["step_100.damaged.1"]
+
+
+def test_after_its_end_it_begins_nothing(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def command(arguments: list[str], **_: Any) -> ChildResult:
+        begun.append(arguments[3])
+        queue.close()
+        return ChildResult(6, '{"class": "storage", "message": "away"}', "")
+
+    queue, _ = start(attempt, monkeypatch, command)
+    queue.add(20)
+    queue.add(140)
+    queue._thread.join(10)
+    assert not queue._thread.is_alive() and len(begun) == 1
+
+
 def test_progress_lines_become_events_and_others_stay(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     queue, _ = start(attempt, monkeypatch, None)
     line = '{"upload_progress": {"step": 20, "done_bytes": 5, "num_bytes": 9}}'
@@ -97,7 +146,7 @@ def test_lines_of_a_child_are_seen_and_those_taken_are_left_out(attempt: Attempt
 
 
 def test_upload_process_gets_the_settings_of_this_start(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """config.yaml holds those of the first start."""
+    """Whatever another start writes into config.yaml."""
     queue, _ = start(attempt, monkeypatch, None)
     monkeypatch.setenv(CONFIG_VARIABLE, queue._environment[CONFIG_VARIABLE])
     config = load("quickstart", [f"trainer.output_dir={attempt.run.root}"])
