@@ -22,6 +22,7 @@ from keepstep.errors import ConfigError, DamagedFileError
 
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 PLATFORM_DIR = ".keepstep"
+UNPIN_SUFFIX = ".removed"
 NO_LINK_ERRNOS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -124,10 +125,21 @@ class RunDir:
     def pin(self, step: int) -> Path:
         return self.pins / str(step)
 
+    def unpin(self, step: int) -> Path:
+        """Says that a pin which the store may have holds no more."""
+        return self.pins / f"{step}{UNPIN_SUFFIX}"
+
     def pinned_steps(self) -> frozenset[int]:
+        return self._in_pins("")
+
+    def unpinned_steps(self) -> frozenset[int]:
+        return self._in_pins(UNPIN_SUFFIX)
+
+    def _in_pins(self, suffix: str) -> frozenset[int]:
         if not self.pins.is_dir():
             return frozenset()
-        return frozenset(int(path.name) for path in self.pins.iterdir() if path.name.isdecimal())
+        names = [path.name.removesuffix(suffix) for path in self.pins.iterdir() if path.name.endswith(suffix)]
+        return frozenset(int(name) for name in names if name.isdecimal())
 
     @property
     def quarantine(self) -> Path:

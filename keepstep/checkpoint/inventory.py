@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from keepstep.checkpoint import layout
 from keepstep.checkpoint.cadence import upload_due
 from keepstep.checkpoint.history import verified_steps
 from keepstep.checkpoint.manifest import Manifest, ManifestError, parse
-from keepstep.checkpoint.publish import Fence, remove
+from keepstep.checkpoint.publish import Fence, point, remove
 from keepstep.checkpoint.retention import Decision, Entry, Rules, decide
 from keepstep.config.schema import EMBEDDED_BUCKET, CheckpointConfig, RunConfig
 from keepstep.run import RunDir, read_json
@@ -55,10 +56,21 @@ def freed_bytes(folder: Path) -> int:
 
 
 def retire(run: RunDir, decision: Decision, check_fence: Fence, tell: Callable[[int, str], object]) -> None:
-    """Delete what the decision gives up and tell each with its reason."""
+    """Point `best` to the best that stays, delete what the decision gives up, and tell each with its reason."""
+    # First the pointer: it must not name a step that is gone.
+    if decision.best is not None:
+        point(run.best_link, run, decision.best, check_fence)
+    elif any(_points_to(run.best_link, run.checkpoint(step)) for step in decision.deleted):
+        check_fence()
+        run.best_link.unlink()
+        run.text_of(run.best_link).unlink(missing_ok=True)
     for step, reason in decision.deleted.items():
         remove(run, step, check_fence)
         tell(step, reason)
+
+
+def _points_to(link: Path, folder: Path) -> bool:
+    return link.is_symlink() and os.readlink(link) == folder.name
 
 
 def decide_for(

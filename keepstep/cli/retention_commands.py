@@ -66,6 +66,9 @@ def pin(args: argparse.Namespace) -> int:
     run = existing_run(args.run)
     if args.remove:
         run.pin(args.step).unlink(missing_ok=True)
+        run.pins.mkdir(exist_ok=True)
+        # For the store, which may have been told of the pin.
+        run.unpin(args.step).touch()
         print(f"step {args.step} is no longer pinned")
         return EXIT_DONE
     if not run.checkpoint(args.step).is_dir() and args.step not in uploaded_steps(run):
@@ -78,3 +81,4 @@ def pin(args: argparse.Namespace) -> int:
 def _create(run: RunDir, step: int) -> None:
     run.pins.mkdir(exist_ok=True)
     run.pin(step).touch()
+    run.unpin(step).unlink(missing_ok=True)

@@ -33,6 +33,8 @@ def main(args: argparse.Namespace) -> int:
     records = []
     for path in args.paths:
         try:
+            if args.quick and path.startswith(S3_PREFIX):
+                raise ConfigError(f"--quick is for checkpoints on a disk, not for {printable(path)}.", "Leave it out.")
             verdict = _verify_remote(path) if path.startswith(S3_PREFIX) else _verify_local(path, args.quick)
         except KeepstepError as error:
             errors.append(error)

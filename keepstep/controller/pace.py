@@ -33,6 +33,10 @@ class Pace:
             self._running[name] = self._running.get(name, 0.0) + self._clock() - self._since
             self._act = None
 
+    def begin_again(self) -> None:
+        """What was counted of a step that was broken off is no part of the next one."""
+        self._running = {}
+
     def end_step(self) -> dict[str, float]:
         """Seconds by act since the last call."""
         found, self._running = self._running, {}

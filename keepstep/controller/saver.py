@@ -238,9 +238,6 @@ class Saver:
             waiting=frozenset(waiting),
             in_use=frozenset(step for step in in_use if step is not None),
         )
-        # First the pointer: it must not name a step that is gone.
-        if decision.best is not None:
-            point(run.best_link, run, decision.best, self.attempt.check)
         retire(
             run, decision, self.attempt.check,
             lambda step, reason: self.events.emit("checkpoint_pruned", step=step, reason=reason),

@@ -166,6 +166,7 @@ def train_to_end(session: Session, trainer: Trainer, parts: Parts) -> None:
     """The loop, then the saves that are owed; with `trainer.debug` one step and no save."""
     # Of a step that was broken off: it comes again, and counts once.
     parts.scorer.take_metrics()
+    trainer.pace.begin_again()
     trainer.sync_weights()
     logger.info("engine: weight version %d", trainer.state.global_step)
     if session.config.trainer.debug:

@@ -52,7 +52,7 @@ class Uploader:
         self._failed: dict[int, str] = {}
         self._closed = False
         self.current: int | None = None
-        """The step that is being uploaded."""
+        """The step that is being uploaded: it stays on disk meanwhile."""
         self._hurry = threading.Event()
         self._thread = threading.Thread(target=self._work, name="uploader", daemon=True)
         self._thread.start()
@@ -96,6 +96,8 @@ class Uploader:
             except Exception as error:
                 # A thread that died here would look like one that has finished.
                 self._failed[step] = f"{type(error).__name__}: {error}"
+            finally:
+                self.current = None
 
     def _next(self) -> int | None:
         """Wait for a step; None: the run ends and nothing waits."""

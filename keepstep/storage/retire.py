@@ -27,6 +27,7 @@ from keepstep.storage.remote import SHARED, RemoteRun, object_key, step_key
 Tell = Callable[[int, str], None]
 
 _STEP_KEY = re.compile(r"checkpoints/step_(0|[1-9][0-9]*)/(.+)")
+_PIN_KEY = re.compile(r"pins/(0|[1-9][0-9]*)")
 
 
 def sweep_uploads(remote: RemoteRun, run: RunDir, check_fence: Fence) -> int:
@@ -58,7 +59,7 @@ def retire(
     entries = [Entry(step, metric_of(found.metrics, checkpoint.best_metric)) for step, found in ours.items()]
     # The limit of the local disk is none of the store's.
     rules = dataclasses.replace(rules_of(checkpoint), max_disk_bytes=None)
-    decision = decide(entries, rules, in_use=frozenset(on_disk), pinned=run.pinned_steps())
+    decision = decide(entries, rules, in_use=frozenset(on_disk), pinned=_pinned(remote, run, check_fence))
     for step, reason in decision.deleted.items():
         check_fence()
         run.upload(step).unlink(missing_ok=True)
@@ -70,6 +71,21 @@ def retire(
     _drop_shared(
         remote, {step: found for step, found in manifests.items() if step not in decision.deleted}, check_fence
     )
+
+
+def _pinned(remote: RemoteRun, run: RunDir, check_fence: Fence) -> frozenset[int]:
+    """Pinned steps, here or in the store, which is told of those here: a folder may be lost, and its pins with it."""
+    found = (_PIN_KEY.fullmatch(key) for key, _ in remote.store.list_objects("pins/"))
+    stored = {int(match.group(1)) for match in found if match}
+    here, unpinned = run.pinned_steps(), run.unpinned_steps()
+    for step in sorted(here - stored):
+        check_fence()
+        remote.store.put_bytes(f"pins/{step}", b"", if_absent=True)
+    for step in sorted(stored & unpinned):
+        check_fence()
+        remote.store.delete(f"pins/{step}")
+        run.unpin(step).unlink(missing_ok=True)
+    return frozenset(here | (stored - unpinned))
 
 
 def _keys_by_step(remote: RemoteRun) -> dict[int, list[str]]:

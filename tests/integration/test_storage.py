@@ -712,6 +712,49 @@ def test_remote_retention_keeps_what_a_rule_or_the_disk_keeps(run: RunDir, remot
     assert uploaded_steps(run) == [100, 140, 180, 200]
 
 
+def test_a_pin_holds_in_the_store_also_for_a_folder_that_was_lost(run: RunDir, remote: RemoteRun) -> None:
+    rules = CheckpointConfig(keep_last=1, keep_best=0)
+
+    def clear() -> None:
+        shutil.rmtree(run.checkpoints)
+        run.checkpoints.mkdir()
+        retire(remote, run, "run-a", rules, lambda: None, lambda step, reason: None)
+
+    for step in (20, 40, 60):
+        write_step(run, step, seed=step)
+        upload_checkpoint(remote, run, step, attempt=1)
+    assert main(["pin", str(run.root), "20"]) == 0
+    clear()
+    assert remote.steps() == [20, 60]
+    # Another machine, or the same one with a new disk.
+    shutil.rmtree(run.pins)
+    clear()
+    assert remote.steps() == [20, 60]
+    assert main(["pin", str(run.root), "20", "--remove"]) == 0
+    clear()
+    assert remote.steps() == [60] and not run.unpin(20).exists()
+
+
+def test_who_may_only_read_can_verify(
+    run: RunDir, remote: RemoteRun, server: servers.ServerInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the store checks what it is sent cannot be asked without sending something: it is read then."""
+    write_step(run, 100)
+    upload_checkpoint(remote, run, 100, attempt=1)
+    with closing(open_remote(S3Config(embedded=True), run, server.env)) as reader:
+        call = reader.store._call  # type: ignore[attr-defined]
+
+        async def refusing(method: str, key: str | None, *args: Any, **given: Any) -> Any:
+            if method == "put_object":
+                raise StorageRefusedError("AccessDenied")
+            return await call(method, key, *args, **given)
+
+        monkeypatch.setattr(reader.store, "_call", refusing)
+        assert reader.verify(100).resumable
+        remote.store.delete(step_key(100, layout.OPTIMIZER))
+        assert not reader.verify(100).resumable
+
+
 def test_upload_sweeps_orphans_of_our_prefix_only(
     run: RunDir, remote: RemoteRun, server: servers.ServerInfo, start_upload: Callable[[], subprocess.Popen[str]]
 ) -> None:

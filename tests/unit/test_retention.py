@@ -15,7 +15,7 @@ from keepstep.checkpoint import layout
 from keepstep.checkpoint.inventory import decide_for, entries, freed_bytes, retire
 from keepstep.checkpoint.plan import plan
 from keepstep.checkpoint.publish import point
-from keepstep.checkpoint.retention import Entry, Rules, best_steps, decide
+from keepstep.checkpoint.retention import Decision, Entry, Rules, best_steps, decide
 from keepstep.checkpoint.verify import verify
 from keepstep.cli.main import main
 from keepstep.config.schema import CheckpointConfig
@@ -211,11 +211,22 @@ def test_prune_says_what_would_go_and_then_does_it(run: RunDir, capsys):
     assert [event["step"] for event in read_jsonl(run.events) if event["event"] == "checkpoint_pruned"] == [20, 30]
 
 
+def test_best_points_to_nothing_that_is_gone(run: RunDir, capsys):
+    """After a prune as after a save; where no step that stays was validated there is no best."""
+    run.best_link.symlink_to("step_20")
+    assert run_command(capsys, "prune", str(run.root))[0] == 0
+    assert not run.checkpoint(20).exists() and run.best_link.resolve().is_dir()
+    best = int(run.best_link.readlink().name.removeprefix("step_"))
+    retire(run, Decision(deleted={best: "no rule keeps it"}), lambda: None, lambda step, reason: None)
+    assert not run.best_link.is_symlink() and not run.text_of(run.best_link).exists()
+
+
 def test_pinned_steps_stay_for_ever(run: RunDir, capsys):
     assert run_command(capsys, "pin", str(run.root), "20")[0] == 0
     assert run_command(capsys, "prune", str(run.root))[0] == 0
     assert run.steps() == [10, 20, 40, 50, 60]
     assert run_command(capsys, "pin", str(run.root), "20", "--remove")[0] == 0
+    assert run.pinned_steps() == frozenset() and run.unpinned_steps() == {20}
     assert run_command(capsys, "prune", str(run.root))[0] == 0
     assert run.steps() == [10, 40, 50, 60]
     status, _, error = run_command(capsys, "pin", str(run.root), "77")
