@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,25 @@ def new_holder() -> Iterator[Callable[[], ProcessRef]]:
     for sleeper in sleepers:
         sleeper.kill()
         sleeper.wait()
+
+
+def test_what_is_started_without_room_for_its_record_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nobody would find it, and the guard's next try would start another one beside it."""
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def popen(*arguments: Any, **settings: Any) -> Any:
+        started.append(real(*arguments, **settings))
+        return started[-1]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(guard.subprocess, "Popen", popen)
+    monkeypatch.setattr(guard, "write_record", full)
+    with pytest.raises(OSError):
+        guard.Guard(tmp_path, "worker", "", ["sleep", "300"])
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
 
 
 def gone_within(refs: list[ProcessRef], seconds: float) -> bool:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from keepstep import errors
+from keepstep.cli.main import main
 from keepstep.config.load import load
 from keepstep.config.schema import RunConfig
-from keepstep.controller import launch
+from keepstep.controller import launch, session
 from keepstep.events.log import SIGN_OF_LIFE
 
 
@@ -92,6 +93,24 @@ def test_the_same_end_of_a_trainer_has_the_same_message():
     first, second = (launch._lost("The trainer ended with 1", [f"line of {n}"], f"It was process {n}.") for n in (4, 5))
     assert first["message"] == second["message"] and first["remedy"] != second["remedy"]
     assert "line of 4" in first["remedy"] and "process 4" in first["remedy"]
+
+
+def test_whatever_ends_the_trainer_is_its_last_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """An end without a word would count as a kill from outside, which is tried again at once and always."""
+
+    def run_attempt(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(session, "run_attempt", run_attempt)
+    config = load("quickstart", [f"trainer.output_dir={tmp_path / 'run'}"])
+    for name, value in launch._variables(config).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError):
+        main(["train", "--from-env", "--events-stdout"])
+    last, _ = launch._follow(capsys.readouterr().out.splitlines(), lambda event: None)
+    assert last is not None and (last["class"], last["message"]) == ("bug", "RuntimeError: no such thing")
 
 
 def test_silent_trainer_is_ended():

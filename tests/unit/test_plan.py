@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.plan import Rejection, find_stuck, plan
-from keepstep.errors import CheckpointError
+from keepstep.controller import session
+from keepstep.errors import CheckpointError, StorageError
 from keepstep.run import RunDir, write_json
 from tests.unit import builder
 
@@ -117,3 +120,23 @@ def resumed(attempt: int, step: int, avoided: int | None = None) -> dict:
 )
 def test_no_loop_rule_reads_the_last_attempt(events: list[dict], expected: int | None):
     assert find_stuck(events, prefer_multiple=100) == expected
+
+
+def test_a_store_that_fails_in_a_recovery_leaves_the_local_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A rank died while the store is away: what is here is good, and the attempt need not end."""
+    asked: list[Any] = []
+
+    def make_plan(_config: Any, _run: RunDir, remote: Any, *_: Any) -> str:
+        asked.append(remote)
+        if remote is not None:
+            raise StorageError("away")
+        return "from here"
+
+    monkeypatch.setattr(session, "make_plan", make_plan)
+    one = object.__new__(session.Session)
+    one.run, one.config, one.record = RunDir.at(tmp_path), None, {}  # type: ignore[assignment]
+    one.start = SimpleNamespace(remote="the store", total_steps=40)  # type: ignore[assignment]
+    with pytest.raises(StorageError):
+        one._plan_again([])
+    one.run.checkpoint(20).mkdir(parents=True)
+    assert one._plan_again([]) == "from here" and asked == ["the store", "the store", None]
