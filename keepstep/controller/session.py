@@ -171,14 +171,14 @@ class Session:
             raise failure from error
         finally:
             os.environ.pop(MARK_VARIABLE, None)
+            if self.uploader is not None:
+                self.uploader.close()
             self._end_processes()
             try:
                 self.attempt.close(outcome)
             except OSError as full:
                 # Raised, it would hide how the attempt ended.
                 logger.error("the end of the attempt could not be recorded: %s", full)
-            if self.uploader is not None:
-                self.uploader.close()
             self.events.close()
 
     def execute(self) -> Record:
