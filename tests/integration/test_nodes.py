@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from keepstep.errors import EXIT_FAILED, EXIT_PREEMPTED
+from keepstep.platform import servers
 from keepstep.processes import ProcessRef
 from keepstep.run import read_json
 from tests.conftest import OVERRIDES, TOTAL_STEPS
@@ -114,7 +115,7 @@ def drain_a_node(driver: Driver, cluster: RayCluster) -> None:
 def lose_the_head(driver: Driver, cluster: RayCluster) -> None:
     """The head takes the controller along: the command ends and names the cluster; then another head is there."""
     driver.wait_for_verified(25)
-    orphans = driver.processes()
+    orphans = [ref for ref in driver.processes() if ref.role not in servers.ROLES]
     cluster.nodes["head"].kill()
     cluster.forget(cluster.nodes["head"])
     begin = time.monotonic()

@@ -15,6 +15,7 @@ import pytest
 
 from keepstep.attempts import claim
 from keepstep.checkpoint.verify import verify
+from keepstep.platform import servers
 from keepstep.processes import ProcessRef
 from tests.integration.driver import clean_environment, wait_until_gone
 from tests.integration.ray_nodes import PlacedDriver, RayCluster, can, ray_cluster, under_host_name
@@ -89,7 +90,7 @@ def test_job_is_followed_and_taken_over(workspace: Path, cluster: RayCluster):
     driver.kill_command()
     lost += lose_parent(driver, attempt=2)
     assert driver.run_to_end(240) == 0, driver.tail()
-    assert wait_until_gone([ref for ref in lost if ref.role != "ray"]) == []
+    assert wait_until_gone([ref for ref in lost if ref.role not in ("ray", *servers.ROLES)]) == []
     resumed = [event for event in driver.events() if event["event"] == "resumed"]
     assert [event["attempt"] for event in resumed] == [2, 3]
     assert resumed[0]["step"] >= 4
