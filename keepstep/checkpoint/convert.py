@@ -60,8 +60,7 @@ def _write(source: Path, target: Path, record: Manifest, kind: str) -> None:
         groups = param_groups_json(reader.read_param_groups(source))
         written.files[layout.PARAM_GROUPS] = write_file(target / layout.PARAM_GROUPS, lambda file: file.write(groups))
     for name in record.files:
-        if name.startswith(f"{layout.ROLLOUT_DIR}/") and not (source / name).exists():
-            # It may be deleted.
+        if layout.is_optional(name) and not (source / name).exists():
             continue
         if name != layout.PARAM_GROUPS and not (name in reader.ROLE_FILES.values() or layout.shard_dir(name)):
             written.files[name] = _copy(source / name, target / name)

@@ -52,6 +52,11 @@ def shard_dir(name: str) -> str | None:
     return folder if folder in SHARD_DIRS and _SHARD.fullmatch(file) else None
 
 
+def is_optional(name: str) -> bool:
+    """Whether a file of a checkpoint is informative: it may be deleted, and the checkpoint is as good without it."""
+    return name.startswith(f"{ROLLOUT_DIR}/")
+
+
 def is_policy(name: str) -> bool:
     """Whether this file holds weights of the policy, in either layout."""
     return name == ACTOR or shard_dir(name) == ACTOR_SHARDS

@@ -52,7 +52,7 @@ def stage(source: Path, stage_dir: str, run_id: str, ranks: list[int], world_siz
     target = staged_run(stage_dir, run_id).checkpoint(manifest.step)
     clear(stage_dir, run_id)
     for name in files_to_stage(manifest, ranks, world_size):
-        if (source / name).exists() or not name.startswith(f"{layout.ROLLOUT_DIR}/"):
+        if (source / name).exists() or not layout.is_optional(name):
             _copy(source / name, target / name, manifest.files[name])
     (target / layout.MANIFEST).write_bytes(data)
     return target

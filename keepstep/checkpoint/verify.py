@@ -174,14 +174,14 @@ def _check_files(folder: Path, manifest: Manifest, quick: bool, found: Findings)
     has_rollout = os.path.lexists(folder / layout.ROLLOUT_DIR)
     shards: Shards = {}
     for name, digest in manifest.files.items():
-        if name.startswith(layout.ROLLOUT_DIR + "/") and not has_rollout:
+        if layout.is_optional(name) and not has_rollout:
             continue
         if name not in present:
             found.reject(name, "missing")
         else:
             _check_file(folder / name, name, digest, manifest, quick, found, shards)
     for name in sorted(present - set(manifest.files) - {layout.MANIFEST}):
-        if not name.startswith(layout.ROLLOUT_DIR + "/"):
+        if not layout.is_optional(name):
             found.reject(name, "foreign file, the manifest does not list it")
     if manifest.layout == layout.SHARDED:
         _check_cover(shards, manifest.world_size, found)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepstep.attempts import check_fence, claim
+from keepstep.attempts import check_fence
 from keepstep.cli.inspect_commands import no_run
 from keepstep.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, HeldError, KeepstepError, StorageError
 from keepstep.events.log import utc_now
@@ -140,10 +140,11 @@ class _Progress:
 
 def _download(args: argparse.Namespace) -> dict[str, Any]:
     from keepstep.config.load import load
+    from keepstep.preflight.lease import holder
     from keepstep.storage.remote import open_remote
 
     run = _existing_run(args.run)
-    verdict = claim(run, max(run.attempt_numbers(), default=0), load(str(run.config)).retry.lease_timeout_s)
+    verdict = holder(run, load(str(run.config)).retry)
     if not verdict.open:
         raise HeldError(
             f"{run.root} is held: {verdict.reason}.",

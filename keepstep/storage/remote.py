@@ -173,7 +173,7 @@ class RemoteRun:
         for name, digest in found.files.items():
             key = object_key(step, name, digest)
             if key not in listed:
-                if not _is_optional(name):
+                if not layout.is_optional(name):
                     reasons.append(f"{name}: not in the store")
             elif listed[key] != digest.size:
                 reasons.append(f"{name}: {listed[key]} bytes in the store, expected {digest.size}")
@@ -258,7 +258,7 @@ class RemoteRun:
         # Small files first: what is wrong shows early.
         for name, digest in sorted(found.files.items(), key=lambda entry: entry[1].size):
             key = object_key(step, name, digest)
-            if _is_optional(name) and self.store.head(key) is None:
+            if layout.is_optional(name) and self.store.head(key) is None:
                 continue
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             self.store.get_file(key, folder / name, digest)
@@ -321,7 +321,7 @@ def upload_checkpoint(
     listed = remote.sizes(step, local)
     num_uploaded = 0
     for name, digest in sorted(local.files.items(), key=lambda entry: entry[1].size):
-        if _is_optional(name) and not (run.checkpoint(step) / name).exists():
+        if layout.is_optional(name) and not (run.checkpoint(step) / name).exists():
             continue
         key = object_key(step, name, digest)
         if listed.get(key) == digest.size and store.confirms(key, digest):
@@ -379,10 +379,6 @@ def same_tensors(first: Manifest, second: Manifest) -> bool:
         {name: digest.tree for name, digest in m.files.items() if layout.holds_tensors(name)} for m in (first, second)
     ]
     return trees[0] == trees[1]
-
-
-def _is_optional(name: str) -> bool:
-    return name.startswith(f"{layout.ROLLOUT_DIR}/")
 
 
 def _local_manifest(run: RunDir, step: int) -> tuple[bytes, Manifest]:
