@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 OTHERS := build/against-others
 
-.PHONY: browser run test lint setup clean test-unit test-integration test-gpu exact nodes options compiled unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 bench-train bench-learning smollm2 smollm2-proof chaos doctor-fixtures against-others help
+.PHONY: browser run test test-all lint setup clean test-unit test-integration test-gpu exact nodes options compiled unattended outages bench-checkpoint bench-commands bench-dataset bench-recovery bench-s3 bench-train bench-learning smollm2 smollm2-proof chaos doctor-fixtures against-others help
 
 help:  ## what there is
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -34,17 +34,20 @@ run: setup  ## the main job: the quickstart, or where it was left
 # A test that hangs ends the tests, with the stack of every thread.
 LIMIT := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 
-test: setup  ## everything that CI runs
+test: setup  ## everything that CI runs, some twenty minutes on two cores
 	@status=0; \
 	$(BIN)/python -m pytest -n 2 tests/unit tests/architecture $(LIMIT) $(ARGS) || status=$$?; \
 	$(BIN)/python -m pytest tests/integration tests/browser --durations=40 $(LIMIT) $(ARGS) || status=$$?; \
 	exit $$status
 
+test-all: setup  ## all areas by whole runs as well, an hour
+	$(MAKE) test ARGS='-m "not long and not gpu" $(ARGS)'
+
 test-unit: setup  ## minutes, on two cores
 	$(BIN)/python -m pytest -n 2 tests/unit tests/architecture $(ARGS)
 
-test-integration: setup  ## whole tiny runs
-	$(BIN)/python -m pytest tests/integration $(ARGS)
+test-integration: setup  ## whole tiny runs, all areas; ARGS="-k storage"
+	$(BIN)/python -m pytest tests/integration -m "not long" $(ARGS)
 
 test-gpu: setup  ## on a machine with a CUDA device
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)

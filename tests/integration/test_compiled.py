@@ -14,7 +14,7 @@ import pytest
 from tests.integration.driver import REPOSITORY
 from tests.unit.export_builder import tiny_model
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

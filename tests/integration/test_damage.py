@@ -13,7 +13,7 @@ from tests.conftest import OVERRIDES
 from tests.integration.compare import differences
 from tests.integration.driver import Driver
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def flip(path: Path) -> None:

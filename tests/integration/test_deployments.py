@@ -28,7 +28,7 @@ from tests.integration.driver import REPOSITORY, clean_environment
 from tests.integration.test_unattended import Platform
 from tests.unit import builder
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 PATIENCE_S = 600.0
 """For each wait, on a machine that is busy with other things as well."""

@@ -18,7 +18,7 @@ from keepstep.processes import ProcessRef
 from tests.integration.driver import REPOSITORY, clean_environment
 from tests.unit import documents
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 PATIENCE_S = 300.0
 Record = dict[str, Any]

@@ -13,7 +13,7 @@ import pytest
 from keepstep.config.schema import RolloutConfig
 from keepstep.rollout.environment import engine_environment
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 # A process of its own: vLLM reads its environment on import and keeps what it starts.
 SCRIPT = """

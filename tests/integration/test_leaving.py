@@ -13,7 +13,7 @@ from keepstep.checkpoint.verify import verify
 from keepstep.run import read_json
 from tests.integration.driver import Driver, clean_environment, wait_until_gone
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 REWARD = '''
 """Exact match that takes as long as a file beside it says; the file `scoring` says that it has begun."""

@@ -17,7 +17,7 @@ from keepstep.checkpoint.verify import verify
 from keepstep.run import RunDir
 from tests.integration.driver import REPOSITORY, clean_environment
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def tensors_of(export: Path) -> dict[str, torch.Tensor]:

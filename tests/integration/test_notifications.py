@@ -21,7 +21,7 @@ from keepstep.platform.api import PrefectApi
 from keepstep.processes import ProcessRef
 from tests.integration.driver import REPOSITORY, clean_environment
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 PATIENCE_S = 120.0
 """For each wait, on a machine that is busy with other things as well."""

@@ -17,7 +17,7 @@ from keepstep.checkpoint.verify import verify
 from tests.integration.driver import REPOSITORY
 from tests.integration.local_trainer import ALL, CASES, ENGINEERING, SAVED_AT
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 NUM_STEPS = 4
 
 

@@ -16,7 +16,7 @@ from keepstep.processes import ProcessRef
 from keepstep.run import read_json
 from tests.integration.driver import Driver, wait_until_gone
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 OVERRIDES = [
     "trainer.save_freq=10", "trainer.test_freq=-1", "checkpoint.keep_last=3", "checkpoint.keep_every=1000",

@@ -18,7 +18,7 @@ from keepstep.processes import ProcessRef, descendants, kill
 from keepstep.rollout.environment import engine_environment
 from tests.integration.driver import Driver, wait_until_gone
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 ENDS_WITHIN_S = 20
 """Of the time limits that would end it otherwise the least, vLLM's own for one step of the model, is 300 s."""

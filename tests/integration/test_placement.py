@@ -17,7 +17,7 @@ from keepstep.controller.cluster import LOCAL_ENVIRONMENT, Cluster, num_cpus
 from keepstep.errors import FencedError, NoProgressError
 from keepstep.run import RunDir
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 NUM_GPUS = 4
 
 

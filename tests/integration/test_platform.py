@@ -22,7 +22,7 @@ from keepstep.errors import ConfigError
 from keepstep.platform import guard, servers
 from keepstep.processes import ProcessRef
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from keepstep.checkpoint.verify import verify
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SCRIPT = """
 import gc, hashlib, json, os, shutil, socket, sys

@@ -20,7 +20,7 @@ from keepstep.processes import ProcessRef
 from tests.integration.driver import clean_environment, wait_until_gone
 from tests.integration.ray_nodes import PlacedDriver, RayCluster, can, ray_cluster, under_host_name
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 LEASE_S = 5.0
 

@@ -12,7 +12,7 @@ from tests.conftest import OVERRIDES, TOTAL_STEPS
 from tests.integration.compare import differences
 from tests.integration.driver import Driver, wait_until_gone
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def recovered(driver: Driver, number: int) -> None:

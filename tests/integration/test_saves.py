@@ -25,7 +25,7 @@ from keepstep.run import RunDir, read_json
 from tests.integration.driver import REPOSITORY, Driver, clean_environment, wait_until_gone
 from tests.unit import builder
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 NUM_KILLS = 50
 KILLS = """

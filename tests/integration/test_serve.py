@@ -23,7 +23,7 @@ from keepstep.quickstart.char_qwen3 import build_model, build_tokenizer
 from tests.integration.driver import clean_environment
 from tests.unit import export_builder
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 START_S = 420.0
 """On a machine that is busy with other things as well; some 25 s when it is not."""

@@ -1,4 +1,4 @@
-"""Each kind of kill by itself, byte-identical: `make exact-<scenario>`. CI runs them as one sequence."""
+"""Each kind of kill by itself, byte-identical: `make exact-<scenario>`. CI runs most of them as one sequence."""
 
 from __future__ import annotations
 
@@ -80,12 +80,19 @@ def everything(driver: Driver) -> None:
 
 
 def store(driver: Driver) -> None:
+    """C149: the folder is lost with all its checkpoints, and the model that was made for the run."""
     driver.wait_for("step 20 is in the store", lambda _: driver.run.upload(20).exists())
     driver.kill_command()
     assert wait_until_gone(driver.own_processes()) == []
     driver.history = driver.events()
     shutil.rmtree(driver.run.root)
+    made_model = driver.run.platform / "made" / "char-qwen3"
+    shutil.rmtree(made_model)
     driver.start()
+    resumed = driver.wait_for("it goes on", lambda events: [e for e in events if e["event"] == "resumed"])
+    assert resumed[-1]["step"] == 20
+    assert any(event["event"] == "checkpoint_downloaded" for event in driver.events())
+    assert not made_model.exists(), "the model was made again instead of taken from the run"
 
 
 def after(events: list[dict], kind: str) -> list[dict]:

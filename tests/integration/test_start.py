@@ -20,7 +20,7 @@ from tests.integration.driver import Driver, clean_environment
 from tests.integration.test_refusals import snapshot
 from tests.unit.forging import reseal
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def train(output: Path, *overrides: str, command: str = "train") -> subprocess.CompletedProcess[str]:

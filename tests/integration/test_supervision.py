@@ -16,7 +16,7 @@ import pytest
 from keepstep.errors import NoProgressError, WorkerDiedError
 from keepstep.processes import ProcessRef
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 NOTICED_S = 5.0
 
 

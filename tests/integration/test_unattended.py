@@ -28,7 +28,7 @@ from keepstep.processes import ProcessRef
 from keepstep.run import RunDir, read_json, write_json
 from tests.integration.driver import REPOSITORY, Driver, clean_environment, wait_until_gone
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 HEARTBEAT_S = 30
 """Prefect takes no shorter one."""

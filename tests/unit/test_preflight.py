@@ -361,7 +361,7 @@ def reward(tmp_path: Path, body: str) -> str:
 
 def sample(tmp_path: Path, body: str) -> Check:
     given = reward(tmp_path, body)
-    return by_id(standing_run.make(tmp_path, given), given, heavy=None)["reward_sample"]
+    return by_id(standing_run.make(tmp_path, given), given, heavy=(checks.REWARD_SAMPLE,))["reward_sample"]
 
 
 def test_a_reward_scores_the_first_row(tmp_path: Path):
