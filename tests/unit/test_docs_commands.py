@@ -63,6 +63,8 @@ ELSEWHERE = {
     "keepstep upload": (
         f"{INTEGRATION}/test_storage.py", "test_killed_upload_leaves_nothing_visible_and_goes_on_by_part",
         '"upload"'),
+    "keepstep download": (
+        f"{INTEGRATION}/test_storage.py", "test_by_hand_nothing_is_cleared_and_a_held_run_is_left_alone", '"download"'),
     "make run": ("tests/conftest.py", "reference", '"make run"'),
     "python -m keepstep.platform.automations": (
         f"{INTEGRATION}/test_docs_prefect.py", "test_what_another_server_is_given", '"keepstep.platform.automations"'),

@@ -60,7 +60,7 @@ def test_defaults_in_brackets_are_those_of_the_schema():
         if path.name in ("migrate.md", "algorithm.md"):
             continue  # The other trainers' defaults.
         flat = re.sub(r"\s+", " ", path.read_text())
-        found += [(path.name, *pair) for pair in re.findall(r"`([a-z_]+\.[a-z_0-9.]+)`(?:-th)? \(([\d.]+)\)", flat)]
+        found += [(path.name, *pair) for pair in re.findall(r"`([a-z_0-9]+\.[a-z_0-9.]+)`(?:-th)? \(([\d.]+)\)", flat)]
     assert len(found) >= 8
     wrong = [(page, key, given, default(key)) for page, key, given in found if float(given) != default(key)]
     assert wrong == []
