@@ -13,9 +13,8 @@ from tests.integration.driver import Driver
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize("seed", [1, 12])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_tormented_run_ends_as_the_undisturbed_one(workspace: Path, reference: Driver, seed: int):
-    """Ranks, verifier and uploader killed; a verifier that sleeps, the node lost with its disk, and then the flow."""
     record = one(seed, workspace, reference, Setup(TOTAL_STEPS, 20, OVERRIDES))
     assert record["violations"] == [], record
     assert record["struck"], "nothing was struck"
