@@ -31,23 +31,25 @@ export TORCH_BROKEN
 run: setup  ## the main job: the quickstart, or where it was left
 	$(BIN)/keepstep run --config quickstart $(ARGS)
 
+# All areas, not only those of CI.
+ALL := -m "not long and not gpu"
 # A test that hangs ends the tests, with the stack of every thread.
 LIMIT := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 
 test: setup  ## everything that CI runs, some twenty minutes on two cores
 	@status=0; \
-	$(BIN)/python -m pytest -n 2 tests/unit tests/architecture $(LIMIT) $(ARGS) || status=$$?; \
-	$(BIN)/python -m pytest tests/integration tests/browser --durations=40 $(LIMIT) $(ARGS) || status=$$?; \
+	$(BIN)/python -m pytest -n 2 tests/unit tests/architecture $(LIMIT) $(MARKS) $(ARGS) || status=$$?; \
+	$(BIN)/python -m pytest tests/integration tests/browser --durations=40 $(LIMIT) $(MARKS) $(ARGS) || status=$$?; \
 	exit $$status
 
-test-all: setup  ## all areas by whole runs as well, an hour
-	$(MAKE) test ARGS='-m "not long and not gpu" $(ARGS)'
+test-all: MARKS := $(ALL)
+test-all: test  ## all areas by whole runs as well, an hour
 
 test-unit: setup  ## minutes, on two cores
 	$(BIN)/python -m pytest -n 2 tests/unit tests/architecture $(ARGS)
 
 test-integration: setup  ## whole tiny runs, all areas; ARGS="-k storage"
-	$(BIN)/python -m pytest tests/integration -m "not long" $(ARGS)
+	$(BIN)/python -m pytest tests/integration $(ALL) $(ARGS)
 
 test-gpu: setup  ## on a machine with a CUDA device
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
