@@ -67,6 +67,20 @@ def test_rank_0_that_hangs_in_the_weights_is_no_engine(workers: tuple[Any, Any])
     assert ray.get(alone.full_weights(), timeout=60) == "done"
 
 
+def test_a_rank_that_hangs_while_it_is_copied_is_named(workers: tuple[Any, Any]):
+    """A save waits for the copies alone, not for what they hold; the same limit as that of any call to the ranks."""
+    from keepstep.config.schema import TimeoutConfig
+    from keepstep.controller.groups import RankGroup
+    from keepstep.controller.supervision import Supervisor
+
+    group = RankGroup([], [], Supervisor(lambda: None), TimeoutConfig(step_s=1))
+    slow, quick = workers
+    group.await_copies([slow.work.remote(0), quick.work.remote(0)], [])
+    with pytest.raises(NoProgressError, match="copying the state: no answer from rank 1 within 1 s") as late:
+        group.await_copies([quick.work.remote(0), slow.work.remote(3)], [])
+    assert late.value.roles == {"rank 1"}
+
+
 def test_who_hangs_and_who_died(workers: tuple[Any, Any]):
     import ray
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,16 @@ def test_command(run: RunDir, tmp_path: Path, capsys):
     assert "in layout sharded, verified" in capsys.readouterr().out
     assert main(["convert", str(tmp_path / "nothing"), str(target), "--layout", "full"]) == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [layout.FULL, layout.SHARDED])
+def test_one_without_what_may_be_deleted(run: RunDir, tmp_path: Path, kind: str):
+    """The engine's own state is informative: without it a checkpoint is as good, also to convert."""
+    source = tmp_path / "source" / "step_20"
+    shutil.copytree(run.checkpoint(20), source)
+    assert (source / layout.ROLLOUT_DIR).is_dir()
+    shutil.rmtree(source / layout.ROLLOUT_DIR)
+    converted = convert(source, tmp_path / "target" / "step_20", kind)
+    verdict = verify(converted)
+    assert (verdict.state, verdict.reasons) == ("verified", [])
+    assert same(source, converted) and not (converted / layout.ROLLOUT_DIR).exists()

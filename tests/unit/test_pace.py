@@ -66,3 +66,16 @@ def test_a_step_that_was_never_measured_is_dropped():
 def test_nothing_runs_between_the_acts():
     pace, _ = measured()
     assert not pace.drops(0.0, save_s=1)
+
+
+def test_what_was_counted_of_a_broken_off_step_is_not_counted_again():
+    """The step comes once more, with new workers: its seconds are those of the second try."""
+    clock = Clock()
+    pace = Pace(clock)
+    with pytest.raises(OSError), pace.act("rollout"):
+        clock.now += 50
+        raise OSError("its engine died")
+    pace.begin_again()
+    with pace.act("rollout"):
+        clock.now += 2
+    assert pace.end_step() == {"rollout": 2.0}
