@@ -255,11 +255,12 @@ def both_ways(name: str, model: str, folder: Path) -> dict[str, Any]:
 
     rank = build(config, model)
     step = folder / "checkpoints" / f"step_{SAVED_AT}"
-    rank.load_checkpoint(str(step))
+    loaded = rank.load_checkpoint(str(step))
     resumed = trainer_of(config, rank, TrainState.from_record(read_json(step / layout.TRAINER_STATE)))
     while resumed.state.global_step < NUM_STEPS:
         resumed.step()
     found |= {"resumed": digest(rank), "resumed_state": resumed.state.to_record(NUM_ROWS)}
+    found["num_without_moments"] = loaded.num_without_moments
     dist.destroy_process_group()
     return found
 
