@@ -89,7 +89,11 @@ def run_name() -> str:
     return f"{run.root.name}-{max(run.attempt_numbers(), default=0) + 1}"
 
 
-@flow(name="grpo-train", flow_run_name=run_name, task_runner=ThreadPoolTaskRunner(max_workers=NUM_THREADS))
+# Prefect's types are invariant where they need not be: it takes its own task runner for another one.
+RUNNER: Any = ThreadPoolTaskRunner(max_workers=NUM_THREADS)
+
+
+@flow(name="grpo-train", flow_run_name=run_name, task_runner=RUNNER)
 def grpo_train(
     config: str = "quickstart",
     overrides: dict[str, Any] = {},  # noqa: B006
@@ -232,7 +236,8 @@ class CheckpointTasks:
 
     def heed(self, event: Event) -> None:
         """Begin or end the task runs that this event is about."""
-        kind, step = event["event"], event.get("step")
+        kind: str = event["event"]
+        step: Any = event.get("step")
         if kind == "checkpoint_saved":
             self._verify(step)
         elif kind == "checkpoint_verified" and step in self._verifications:

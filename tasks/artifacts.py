@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -162,7 +162,9 @@ class RunPage:
         markdown = state(gather(self._run), extras(self._run), links(self._config, self._run))
         if self._markdown_id is None:
             description = f"State of {self._run.root}"
-            self._markdown_id = create_markdown_artifact(markdown, key=key_of(self._run), description=description)
+            made = create_markdown_artifact(markdown, key=key_of(self._run), description=description)
+            # A coroutine only where an event loop runs; this thread has none.
+            self._markdown_id = cast(UUID, made)
         else:
             with get_client(sync_client=True) as client:
                 client.update_artifact(self._markdown_id, ArtifactUpdate(data=markdown))
@@ -173,7 +175,8 @@ class RunPage:
         step, total = self._step["step"], self._step["total"]
         share, said = 100.0 * step / total, progress_text(step, total, self._seconds)
         if self._progress_id is None:
-            self._progress_id = create_progress_artifact(share, key=f"{key_of(self._run)}-steps", description=said)
+            made = create_progress_artifact(share, key=f"{key_of(self._run)}-steps", description=said)
+            self._progress_id = cast(UUID, made)
         else:
             update_progress_artifact(self._progress_id, share, said)
 

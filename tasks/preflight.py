@@ -8,7 +8,7 @@ from prefect.logging import get_run_logger
 
 from keepstep.checkpoint.plan import ResumePlan
 from keepstep.config.schema import RunConfig
-from keepstep.preflight.checks import FAIL, REWARD_SAMPLE, WARN, Check, examine, refusal
+from keepstep.preflight.checks import FAIL, REWARD_SAMPLE, WARN, Check, OnNodes, examine, refusal
 from tasks.artifacts import publish
 
 
@@ -19,7 +19,7 @@ def preflight(config: RunConfig) -> tuple[int, ResumePlan]:
     An attempt makes those that stop it once more itself, since each attempt changes what there is. Two are left to it:
     the nodes of a cluster, which it is on, and the dry run of the export, which imports what it needs anyway.
     """
-    elsewhere = (lambda _: []) if config.ray.address else None
+    elsewhere: OnNodes | None = (lambda _: []) if config.ray.address else None
     checks, found = examine(config, on_nodes=elsewhere, heavy=(REWARD_SAMPLE,))
     for check in checks:
         if check.status in (WARN, FAIL):
