@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -51,6 +52,18 @@ def num_elements(shape: torch.Size, rank: int, world_size: int) -> int:
     """Of this rank's chunk along dimension 0."""
     rows = own_rows(shape[0], rank, world_size)
     return (rows.stop - rows.start) * shape[1:].numel()
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """On the host. numpy knows no bfloat16: its bits are there as uint16."""
+    found: np.ndarray = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+    return found
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A copy of what `as_array` made."""
+    found = torch.tensor(array)
+    return found.view(torch.bfloat16) if found.dtype == torch.uint16 else found
 
 
 def buckets(sizes: dict[str, int], most: int) -> Iterator[list[str]]:

@@ -19,6 +19,7 @@ from keepstep.actor.base_weights import BaseWeights
 from keepstep.actor.batch import Batch, pack
 from keepstep.actor.build import build_model
 from keepstep.actor.forward import Statistics, token_statistics
+from keepstep.actor.gathering import as_array
 from keepstep.actor.host_buffer import HostBuffer
 from keepstep.actor.layout import Costs
 from keepstep.actor.micro_batches import by_count, by_tokens, split_to
@@ -212,9 +213,15 @@ class Rank:
             for name, target in self.reference.named_parameters():
                 shards.local(target).copy_(shards.local(policy[name]))
 
-    def full_weights(self) -> dict[str, np.ndarray] | None:
-        """The whole policy by parameter name on rank 0, None elsewhere."""
-        weights = {name: full.cpu().numpy() for name, full in lora.merged(self.model)}
+    def full_weights(self, dtype: str = "float32") -> dict[str, np.ndarray] | None:
+        """The whole policy by parameter name on rank 0, None elsewhere.
+
+        Args:
+            dtype: float32, or bfloat16 (as `gathering.as_array` has it), which an engine of that precision would round
+                to itself: half as much is to be copied.
+        """
+        kind = getattr(torch, dtype)
+        weights = {name: as_array(full.to(kind)) for name, full in lora.merged(self.model)}
         if self.spec.engines_sleep:
             torch.cuda.empty_cache()
         return weights if self.spec.rank == 0 else None

@@ -114,9 +114,9 @@ class RankGroup:
     def refresh_reference(self) -> None:
         self._step("refreshing the reference", lambda actor, _: actor.refresh_reference.remote())
 
-    def full_weights(self) -> Any:
-        """Reference to the full weights, which rank 0 holds when all ranks have gathered."""
-        references = [actor.full_weights.remote() for actor in self.actors]
+    def full_weights(self, dtype: str) -> Any:
+        """Reference to the full weights in this precision, which rank 0 holds when all ranks have gathered."""
+        references = [actor.full_weights.remote(dtype) for actor in self.actors]
         calls = [(f"rank {rank}", reference) for rank, reference in enumerate(references)]
         self._supervisor.gather(calls[1:], self._timeouts.step_s, "gathering weights")
         # Whoever is given the reference would be taken for the one that hangs.
@@ -124,8 +124,8 @@ class RankGroup:
         return references[0]
 
     def fetch_weights(self) -> dict[str, np.ndarray]:
-        """The full weights themselves."""
-        calls = [("rank 0", self.full_weights())]
+        """The full weights themselves, in float32."""
+        calls = [("rank 0", self.full_weights("float32"))]
         return self._supervisor.gather(calls, self._timeouts.step_s, "fetching weights")[0]
 
     def learning_rate(self) -> float:

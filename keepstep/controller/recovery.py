@@ -64,7 +64,7 @@ class Recovery:
         self.budget = Budget(self.session.config.recovery.max_in_a_row)
 
     def weights(self) -> Any:
-        return self.ranks.full_weights()
+        return self.ranks.full_weights(self.session.config.actor_rollout_ref.rollout.dtype)
 
     def see(self, gone: set[str], what: str) -> None:
         """Told of workers that died while the answer of others is waited for, and what for.

@@ -301,7 +301,8 @@ class Trainer:
     def sync_weights(self) -> None:
         """Give the engines the policy's weights as version `global_step`."""
         with self.pace.act("weight_sync"):
-            self.parts.engines.update_weights(self.parts.ranks.full_weights(), self.state.global_step)
+            weights = self.parts.ranks.full_weights(self.config.actor_rollout_ref.rollout.dtype)
+            self.parts.engines.update_weights(weights, self.state.global_step)
 
     def validation_owed(self) -> bool:
         """Before the first step, and where an attempt left in the validation of the step that it saved."""

@@ -75,8 +75,8 @@ class RankWorker(Worker):
     def refresh_reference(self) -> None:
         self._rank.refresh_reference()
 
-    def full_weights(self) -> Any:
-        return self._rank.full_weights()
+    def full_weights(self, dtype: str) -> Any:
+        return self._rank.full_weights(dtype)
 
     def snapshot(self, shared: bool) -> Any:
         return self._rank.snapshot(shared)

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from keepstep.actor.gathering import buckets
+from keepstep.actor.gathering import as_tensor, buckets
 from keepstep.actor.host_buffer import HostBuffer, SharedMemory, Slot, view
 
 BACKEND = "host"
@@ -65,9 +65,9 @@ class HostWeightTransfer(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
         if update_info.memory is not None:
             memory = update_info.memory.open()
             arrays = {name: view(memory, slot) for name, slot in arrays.items()}
-        # torch.tensor copies: arrays out of a shared object store are read-only, and shared memory is filled anew while
+        # `as_tensor` copies: arrays out of a shared object store are read-only, and shared memory is filled anew while
         # layers still wait for the rest of their weights.
-        self.model.load_weights((name, torch.tensor(array)) for name, array in arrays.items())  # type: ignore[operator]
+        self.model.load_weights((name, as_tensor(array)) for name, array in arrays.items())  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -139,8 +139,8 @@ class LocalRanks:
     def refresh_reference(self) -> None:
         self.rank.refresh_reference()
 
-    def full_weights(self) -> Any:
-        return self.rank.full_weights()
+    def full_weights(self, dtype: str) -> Any:
+        return self.rank.full_weights(dtype)
 
 
 @dataclass

@@ -156,3 +156,43 @@ def test_engine_samples_from_the_weights_it_was_given(tmp_path: Path, head: str,
     assert report["refused_asleep"] and report["same_after_sleep"]
     assert report["asked"] == ["sleep 2", "wake weights", "update", "wake kv_cache", "update"]
     assert report["stopped"] > 5, "some responses have a text to stop at"
+
+
+HALF = """
+import sys
+import torch
+from keepstep.actor.gathering import as_array
+from keepstep.config.schema import RolloutConfig
+from keepstep.quickstart.char_qwen3 import build_model, build_tokenizer
+from keepstep.rollout.types import Request
+from keepstep.rollout.vllm_engine import VllmEngine
+
+torch.manual_seed(0)
+tokenizer, model = build_tokenizer(), build_model(build_tokenizer())
+model.save_pretrained(sys.argv[1])
+tokenizer.save_pretrained(sys.argv[1])
+size = int(sys.argv[2])
+config = RolloutConfig(dtype="bfloat16", tensor_model_parallel_size=size)
+engine = VllmEngine(sys.argv[1], config, max_model_len=112, device="cpu")
+requests = [Request(tokenizer.encode(f"{a}+{b}="), 10 * a + b) for a in range(4) for b in range(4)]
+policy = {name: value.detach() for name, value in model.named_parameters()}
+
+def sampled(weights, version):
+    engine.update_weights({name: as_array(value) for name, value in weights.items()}, version)
+    return engine.generate(requests, version=version, max_tokens=8, temperature=1.0)
+
+whole = sampled(policy, 1)
+other = sampled({name: value + 0.05 * torch.randn_like(value) for name, value in policy.items()}, 2)
+half = sampled({name: value.bfloat16() for name, value in policy.items()}, 3)
+assert half == whole != other
+print("EQUAL")
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_in_the_engines_own_precision_are_what_it_would_round_them_to(tmp_path: Path, size: int):
+    done = subprocess.run(
+        [sys.executable, "-c", HALF, str(tmp_path / "model"), str(size)],
+        capture_output=True, text=True, timeout=300, env=os.environ | engine_environment(RolloutConfig(), "cpu", 0),
+    )  # fmt: skip
+    assert done.returncode == 0 and "EQUAL" in done.stdout, done.stderr[-3000:]

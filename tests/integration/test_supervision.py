@@ -57,14 +57,18 @@ def test_rank_0_that_hangs_in_the_weights_is_no_engine(workers: tuple[Any, Any])
         full_weights: Any
 
     first, _ = workers
-    ranks = [Rank(SimpleNamespace(remote=partial(actor.work.remote, 3 * (actor is first)))) for actor in workers]
+
+    def weights(actor: Any, dtype: str) -> Any:
+        return actor.work.remote(3 * (actor is first))
+
+    ranks = [Rank(SimpleNamespace(remote=partial(weights, actor))) for actor in workers]
     group = RankGroup(ranks, [], Supervisor(lambda: None), TimeoutConfig(step_s=1))
     with pytest.raises(NoProgressError, match="gathering weights: no answer from rank 0") as late:
-        group.full_weights()
+        group.full_weights("float32")
     assert late.value.roles == {"rank 0"}
     ray.get(first.pid.remote(), timeout=60)
     alone = RankGroup(ranks[1:], [], Supervisor(lambda: None), TimeoutConfig())
-    assert ray.get(alone.full_weights(), timeout=60) == "done"
+    assert ray.get(alone.full_weights("float32"), timeout=60) == "done"
 
 
 def test_a_rank_that_hangs_while_it_is_copied_is_named(workers: tuple[Any, Any]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keepstep.actor.gathering import apart, buckets, num_elements
+from keepstep.actor.gathering import apart, as_array, as_tensor, buckets, num_elements
 
 SHAPES = [(1,), (2, 3), (5,), (7, 2, 2), (4, 1), (3, 5)]
 
@@ -32,3 +32,15 @@ def test_buckets_hold_every_tensor_once_and_no_more_than_they_may() -> None:
     found = list(buckets({name: tensor.numel() for name, tensor in tensors.items()}, 7))
     assert found == [["t3", "t4"], ["t2"], ["t9"], ["t1"], ["last"]]
     assert list(buckets({}, 7)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_array_holds_a_tensor_to_the_bit(dtype: torch.dtype) -> None:
+    """Also what numpy has no name for; the tensor that comes back is a copy."""
+    tensor = torch.randn(7, 3).to(dtype)
+    array = as_array(tensor)
+    assert array.nbytes == tensor.nbytes and array.shape == tensor.shape
+    found = as_tensor(array)
+    assert found.dtype == dtype and torch.equal(found, tensor)
+    array[:] = 0
+    assert torch.equal(found, as_tensor(as_array(found))) and bool(found.any())
