@@ -7,6 +7,7 @@ Every method that touches the model is a collective: all ranks call it with thei
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -191,7 +192,7 @@ class Rank:
         Returns:
             (means over the step, equal on all ranks; the old log-probs, [B, L-1], if `log_probs` did not give them)
         """
-        sums: dict[str, float] = {}
+        sums: dict[str, torch.Tensor] = {}
         log_probs = {"old": np.zeros_like(batch.mask)} | log_probs
         norms: list[float] = []
         for _ in range(self.spec.actor.ppo_epochs):
@@ -317,7 +318,7 @@ class Rank:
         return split_to(parts, costs, int(most))
 
     def _update_mini_batch(
-        self, batch: Batch, log_probs: dict[str, np.ndarray], rows: list[int], sums: dict[str, float]
+        self, batch: Batch, log_probs: dict[str, np.ndarray], rows: list[int], sums: dict[str, torch.Tensor]
     ) -> float:
         """One optimizer update; adds this rank's metric sums to `sums`, returns the gradient norm before clipping."""
         denominator = self._all_reduce([self.objective.denominator(torch.from_numpy(batch.mask[rows]))])[0]
@@ -341,7 +342,7 @@ class Rank:
         log_probs: dict[str, np.ndarray],
         rows: list[int],
         denominator: float,
-        sums: dict[str, float],
+        sums: dict[str, torch.Tensor],
     ) -> None:
         part = batch.rows(rows).trimmed()
         mask, width = self._tensor(part.mask), part.mask.shape[1]
@@ -359,12 +360,13 @@ class Rank:
         loss, terms = self.objective(new, entropy, tokens)
         # FSDP averages gradients over the ranks; the mean is over the whole mini-batch.
         (loss * (self.spec.world_size / max(denominator, 1.0))).backward()
-        for name, values in terms.items():
-            sums[name] = sums.get(name, 0.0) + float(losses.masked_sum(values, mask))
-        sums["num_tokens"] = sums.get("num_tokens", 0.0) + float(mask.sum())
+        totals = {name: losses.masked_sum(values, mask) for name, values in terms.items()}
+        for name, total in (totals | {"num_tokens": mask.sum()}).items():
+            # Added up where they are: to ask a GPU for a number is to wait for all that it has still to do.
+            sums[name] = sums.get(name, 0.0) + total.detach().double()
 
-    def _all_reduce(self, values: list[float]) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.spec.device)
+    def _all_reduce(self, values: Sequence[float | torch.Tensor]) -> list[float]:
+        tensor = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self.spec.device) for value in values])
         dist.all_reduce(tensor)
         return tensor.tolist()
 
