@@ -13,7 +13,7 @@ from typing import NoReturn
 from keepstep.cli.export_command import default_target, described, existing
 from keepstep.errors import ConfigError
 from keepstep.export.origin import is_export_of
-from keepstep.preflight.device import resolve_device
+from keepstep.preflight.device import has_cuda
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> NoReturn:
         )
     path = existing(args.path)
     folder = path if is_model(path) else exported(path)
-    device = resolve_device("auto")
+    device = "cuda" if has_cuda() else "cpu"
     options = {
         "--port": args.port,
         "--tensor-parallel-size": args.tensor_parallel_size,

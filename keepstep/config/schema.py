@@ -267,7 +267,7 @@ class TrainerConfig(Section):
     n_gpus_per_node: PositiveInt = 1
     """FSDP2 ranks per node; on CPU these are CPU ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks and engines compute."""
+    """Where ranks and engines compute; `auto`: CUDA where its driver is, for a cluster to be said."""
     save_freq: int = 20
     """Steps between checkpoints; -1 saves at the end only."""
     test_freq: int = -1

@@ -44,7 +44,8 @@ def on_each_node(asked: Request) -> list[Check]:
     token = f".preflight-{uuid.uuid4().hex}"
     shared = Path(asked.folder) / token
     try:
-        if len(nodes) > 1:
+        # Asked from a head without a GPU, a single node is another one as well.
+        if nodes.keys() - {ray.get_runtime_context().get_node_id()}:
             shared.touch()
             asked = replace(asked, token=token)
         calls = {start_on(node_id, _answers, asked): name for node_id, name in nodes.items()}

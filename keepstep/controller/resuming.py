@@ -63,7 +63,7 @@ def load_state(
         num_ranks=len(reports),
         num_saved_streams=reports[0].num_saved_streams,
         streams_restored=all(report.streams_restored for report in reports),
-        has_cuda=resolve_device(config.trainer.device) == "cuda",
+        has_cuda=resolve_device(config) == "cuda",
         probe_gap=probe_gap(session, record, ranks, str(folder)),
     )
     tolerance = resume_probe.tolerance(config.actor_rollout_ref.actor.fsdp_config.model_dtype)

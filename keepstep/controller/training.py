@@ -71,7 +71,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
     Raises:
         Preempted: asked to leave; the finished step is saved and verified.
     """
-    device = resolve_device(session.config.trainer.device)
+    device = resolve_device(session.config)
     rollout = session.config.actor_rollout_ref.rollout
     for index in range(rollout.num_engines):
         check_port(engine_port(rollout, index), node.PORT_KEY)

@@ -179,7 +179,7 @@ def terms(
         "model.fingerprint": model_fingerprint,
         "init_from.fingerprint": init_from_fingerprint,
         "trainer.total_training_steps": total_steps,
-        "trainer.device": resolve_device(config.trainer.device),
+        "trainer.device": resolve_device(config),
         "custom_reward_function.source": _source_digest(config),
         "code.keepstep": keepstep.__version__,
         "code.layout_version": LAYOUT_VERSION,

@@ -13,17 +13,31 @@ from keepstep.errors import ConfigError
 _CUDA_CONTROL = Path("/dev/nvidiactl")
 
 
-def resolve_device(device: str) -> str:
-    """`cpu` or `cuda`; `auto` is CUDA where its driver is.
+def has_cuda() -> bool:
+    """Whether a CUDA driver is on this machine."""
+    return _CUDA_CONTROL.exists()
+
+
+def resolve_device(config: RunConfig) -> str:
+    """`cpu` or `cuda`, what a run's ranks and engines compute on; `auto` is CUDA where its driver is.
+
+    With `ray.address` they are on other machines, as a rule: flow and controller may stand where no GPU is. Then CUDA
+    is taken at its word, and the cluster is asked for its GPUs when the attempt begins.
 
     Raises:
-        ConfigError: CUDA is asked for and no driver is here.
+        ConfigError: CUDA is asked for and no driver is here; or it cannot be told from here.
     """
-    if device == "auto":
-        return "cuda" if _CUDA_CONTROL.exists() else "cpu"
-    if device == "cuda" and not _CUDA_CONTROL.exists():
+    device, elsewhere = config.trainer.device, config.ray.address is not None
+    if device == "cpu" or has_cuda():
+        return "cpu" if device == "cpu" else "cuda"
+    if device == "cuda" and not elsewhere:
         raise ConfigError("trainer.device=cuda, but this machine has no CUDA driver.", "Use trainer.device=cpu.")
-    return device
+    if device == "auto" and elsewhere:
+        raise ConfigError(
+            "trainer.device=auto is what this machine has, and it has no GPU; the nodes of ray.address may have some.",
+            "Say which: trainer.device=cuda or trainer.device=cpu.",
+        )
+    return "cuda" if elsewhere else "cpu"
 
 
 def check_device(config: RunConfig) -> None:
@@ -32,8 +46,8 @@ def check_device(config: RunConfig) -> None:
     Raises:
         ConfigError: no driver is here, or the device does not take a setting, or what it needs is not installed.
     """
-    device = resolve_device(config.trainer.device)
-    if config.actor_rollout_ref.actor.use_torch_compile:
+    device = resolve_device(config)
+    if config.actor_rollout_ref.actor.use_torch_compile and config.ray.address is None:
         check_compiler(device)
     if device == "cpu":
         return

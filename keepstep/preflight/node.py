@@ -60,7 +60,7 @@ def request(config: RunConfig, run: RunDir) -> Request:
         # On a cluster any engine may come to stand here, one of them at least.
         num_engines=config.actor_rollout_ref.rollout.num_engines if config.ray.address is None else 1,
         first_port=config.actor_rollout_ref.rollout.port,
-        device=resolve_device(config.trainer.device),
+        device=resolve_device(config),
         memory_share=config.actor_rollout_ref.rollout.gpu_memory_utilization,
         folder=str(existing_parent(run.root)),
         max_skew_s=config.retry.lease_timeout_s / 2,

@@ -122,9 +122,9 @@ class RayCluster:
         self.wait(node, "the job server", lambda: self.ask("/api/jobs/") is not None)
         return node
 
-    def add(self, name: str, num_cpus: int, place: Place | None = None) -> RayNode:
-        """Start a node and wait until the head knows it."""
-        node = self._start(name, num_cpus, [f"--address={self.gcs}"], place or Place())
+    def add(self, name: str, num_cpus: int, place: Place | None = None, num_gpus: int = 0) -> RayNode:
+        """Start a node and wait until the head knows it. GPUs are in Ray's books alone."""
+        node = self._start(name, num_cpus, [f"--address={self.gcs}", f"--num-gpus={num_gpus}"], place or Place())
         self.wait(node, f"node {name}", lambda: self.node_id(name))
         return node
 

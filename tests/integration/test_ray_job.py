@@ -67,6 +67,21 @@ def test_every_node_of_the_cluster_is_asked(workspace: Path, cluster: RayCluster
     assert all(f"is in use by process {os.getpid()}" in check["sentence"] for check in found["port"])
 
 
+def test_gpus_of_a_cluster_are_looked_for_where_they_are(workspace: Path, cluster: RayCluster):
+    """Neither this machine nor the head has a GPU: only the node that says it has one is asked, for what it is worth.
+
+    It is another node than the head, so the folder is looked for there.
+    """
+    cluster.add("gpus", num_cpus=1, num_gpus=1)
+    found = preflight(workspace / "on_gpus", cluster.address, "trainer.device=cuda")
+    (memory,) = found["gpu_memory"]
+    assert memory["status"] == "fail" and "there is no nvidia-smi to ask" in memory["sentence"], memory
+    assert [check["status"] for check in found["shared_folder"]] == ["ok"]
+    assert not [check for name in found for check in found[name] if "no CUDA driver" in check["sentence"]]
+    found = preflight(workspace / "on_gpus", cluster.address, "trainer.device=auto")
+    assert [check for name in found for check in found[name] if "Say which: trainer.device=cuda" in check["remedy"]]
+
+
 def test_job_is_followed_and_taken_over(workspace: Path, cluster: RayCluster):
     """C130, C134, C137, C146, C149: the job outlives its parent; the next start ends it and resumes from its save.
 

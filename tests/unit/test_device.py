@@ -12,7 +12,7 @@ from keepstep.config.load import load
 from keepstep.config.schema import RunConfig
 from keepstep.errors import ConfigError
 from keepstep.preflight import device
-from keepstep.preflight.device import check_device, num_gpus
+from keepstep.preflight.device import check_device, num_gpus, resolve_device
 
 COMPILED = "actor_rollout_ref.actor.use_torch_compile=true"
 
@@ -71,6 +71,36 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).touch()
     monkeypatch.setattr(device, "_CUDA_CONTROL", tmp_path / "nvidiactl")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+ADDRESS = "ray.address=http://head:8265"
+
+
+@pytest.mark.parametrize(
+    ("settings", "here"),
+    [(["trainer.device=cuda"], "cuda"), (["trainer.device=auto"], "cuda"), (["trainer.device=cpu"], "cpu")],
+)
+def test_with_a_driver_cuda_is_there(gpus: None, settings: list[str], here: str):
+    assert resolve_device(load("quickstart", settings)) == here
+    assert resolve_device(load("quickstart", [*settings, ADDRESS])) == here
+
+
+def test_without_a_driver_cuda_is_only_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Flow and controller of a cluster stand where no GPU is; `auto` there would train on CPUs beside idle GPUs."""
+    monkeypatch.setattr(device, "_CUDA_CONTROL", tmp_path / "nvidiactl")
+    assert resolve_device(load("quickstart", ["trainer.device=auto"])) == "cpu"
+    with pytest.raises(ConfigError, match="this machine has no CUDA driver"):
+        resolve_device(load("quickstart", ["trainer.device=cuda"]))
+    assert resolve_device(load("quickstart", ["trainer.device=cuda", ADDRESS])) == "cuda"
+    assert resolve_device(load("quickstart", ["trainer.device=cpu", ADDRESS])) == "cpu"
+    with pytest.raises(ConfigError, match=r"nodes of ray\.address may have some") as caught:
+        resolve_device(load("quickstart", ["trainer.device=auto", ADDRESS]))
+    assert "trainer.device=cuda or trainer.device=cpu" in caught.value.remedy
+
+
+def test_a_compiler_is_needed_where_ranks_are(compiled: RunConfig):
+    """On a cluster its nodes are asked, and this machine need not have one."""
+    check_device(load("quickstart", [COMPILED, ADDRESS]))
 
 
 APART = ["trainer.device=cuda", "actor_rollout_ref.hybrid_engine=false", "trainer.n_gpus_per_node=1"]
