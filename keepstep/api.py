@@ -128,7 +128,7 @@ class Trainer:
         Raises:
             KeepstepError: how the attempt failed. `Preempted` after SIGTERM or Ctrl-C: what was done is saved.
         """
-        from keepstep.controller.session import run_attempt
+        from keepstep.controller.attempt import run_attempt
         from keepstep.preflight.complete import complete_result
 
         result = complete_result(self.config)

@@ -37,7 +37,7 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
     if not args.from_env:
         alone(config)
         return EXIT_DONE
-    from keepstep.controller.session import run_attempt
+    from keepstep.controller.attempt import run_attempt
 
     flow = ProcessRef.from_record(json.loads(os.environ[launch.FLOW_VARIABLE]))
     listener = _print_event if args.events_stdout else _progress()
@@ -68,7 +68,7 @@ def alone(config: RunConfig) -> None:
             signal.signal(number, lambda *_: stop.set())
         launch.run_trainer(config, _progress(), stop)
         return
-    from keepstep.controller.session import run_attempt
+    from keepstep.controller.attempt import run_attempt
 
     run_attempt(config, listeners=[_progress()])
     if config.trainer.debug:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keepstep.checkpoint.history import uploaded_steps
 from keepstep.checkpoint.inventory import is_confirmed
+from keepstep.controller.session import Session
 from keepstep.errors import CheckpointError, StorageError
 from keepstep.events.log import last_step_rows, read_jsonl, utc_now
 from keepstep.run import RunDir, write_json
-
-if TYPE_CHECKING:
-    from keepstep.controller.session import Session
 
 Record = dict[str, Any]
 NUM_REWARDS = 10

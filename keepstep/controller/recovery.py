@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from keepstep.checkpoint.history import verified_steps
 from keepstep.controller.groups import RankGroup
 from keepstep.controller.reporting import logger
+from keepstep.controller.session import Session
 from keepstep.controller.workforce import Workforce
 from keepstep.errors import BugError, KeepstepError, NoProgressError, WorkerDiedError
 
 if TYPE_CHECKING:
     from keepstep.controller.saver import Saver
-    from keepstep.controller.session import Session
     from keepstep.controller.state import TrainState
 
 

@@ -9,6 +9,7 @@ from keepstep.checkpoint import layout
 from keepstep.controller import resume_probe, statement
 from keepstep.controller.groups import RankGroup
 from keepstep.controller.reporting import logger
+from keepstep.controller.session import Session
 from keepstep.controller.staging import staged
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
@@ -18,7 +19,6 @@ from keepstep.run import read_json
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.plan import ResumePlan
-    from keepstep.controller.session import Session
 
 
 def load_state(

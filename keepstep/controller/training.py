@@ -22,8 +22,10 @@ from keepstep.controller.reporting import Reporter, logger
 from keepstep.controller.resuming import load_state
 from keepstep.controller.samples import write_samples
 from keepstep.controller.saver import SaveContext, Saver, Writers
+from keepstep.controller.session import Session
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
+from keepstep.controller.taking_up import take_up_again
 from keepstep.controller.workforce import Workforce
 from keepstep.controller.writers import FullWriter, ShardWriters
 from keepstep.errors import (
@@ -46,7 +48,6 @@ from keepstep.run import write_json
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.plan import ResumePlan
-    from keepstep.controller.session import Session
     from keepstep.controller.trainer import Parts, Trainer
 
 
@@ -98,7 +99,7 @@ def train(session: Session, chosen: ResumePlan) -> None:
         parts = build_parts(session, crew, (train_set, val_set, tokenizer), reporter)
 
         def load_again() -> TrainState:
-            return load_state(session, session.take_up_again(), crew.ranks, supervisor, num_rows)
+            return load_state(session, take_up_again(session), crew.ranks, supervisor, num_rows)
 
         recovery = Recovery(session, crew.workforce, crew.ranks, load_again, session.config.engines_sleep(device))
         crew.engines.recovery, supervisor.see = recovery, recovery.see

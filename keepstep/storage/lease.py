@@ -3,7 +3,7 @@
 `attempts/<n>.json` {"attempt", "time", "owner"} is made once, by a conditional write. The highest number owns the run,
 and a number belongs to the owner that is written in it.
 
-Order of a start (`controller.session.acquire`): the number is taken in the local folder first, since only that tells
+Order of a start (`controller.attempt.acquire`): the number is taken in the local folder first, since only that tells
 whether its holder still lives, then here. A number that another machine has taken here in between is given back and
 the next one tried. A store that does not answer does not hold a start up: the number is then taken at the first upload,
 which fails as fenced if another machine was quicker.

@@ -31,7 +31,7 @@ from keepstep.checkpoint.verify import verify
 from keepstep.cli.main import main
 from keepstep.config.load import load
 from keepstep.config.schema import CheckpointConfig, RetryConfig, S3Config
-from keepstep.controller.session import acquire
+from keepstep.controller.attempt import acquire
 from keepstep.errors import (
     EXIT_FAILED,
     EXIT_USAGE,

@@ -10,7 +10,7 @@ import pytest
 
 from keepstep.checkpoint import layout
 from keepstep.checkpoint.plan import Rejection, find_stuck, plan
-from keepstep.controller import session
+from keepstep.controller import taking_up
 from keepstep.errors import CheckpointError, StorageError
 from keepstep.run import RunDir, write_json
 from tests.unit import builder
@@ -132,11 +132,10 @@ def test_a_store_that_fails_in_a_recovery_leaves_the_local_ones(tmp_path: Path, 
             raise StorageError("away")
         return "from here"
 
-    monkeypatch.setattr(session, "make_plan", make_plan)
-    one = object.__new__(session.Session)
-    one.run, one.config, one.record = RunDir.at(tmp_path), None, {}  # type: ignore[assignment]
-    one.start = SimpleNamespace(remote="the store", total_steps=40)  # type: ignore[assignment]
+    monkeypatch.setattr(taking_up, "make_plan", make_plan)
+    start = SimpleNamespace(remote="the store", total_steps=40)
+    one: Any = SimpleNamespace(run=RunDir.at(tmp_path), config=None, record={}, start=start)
     with pytest.raises(StorageError):
-        one._plan_again([])
+        taking_up.plan_again(one, [])
     one.run.checkpoint(20).mkdir(parents=True)
-    assert one._plan_again([]) == "from here" and asked == ["the store", "the store", None]
+    assert taking_up.plan_again(one, []) == "from here" and asked == ["the store", "the store", None]
