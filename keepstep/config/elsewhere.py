@@ -45,7 +45,6 @@ _SETTINGS: tuple[tuple[str, str], ...] = (
     (r"trainer\.(resume_mode|auto_resume)", "the same command always goes on; nothing to set"),
     (r"trainer\.resume_from_path", "it is called trainer.resume_from_checkpoint here"),
     (r"trainer\.max_(actor|critic)_ckpt_to_keep", "it is called checkpoint.keep_last here"),
-    (r"trainer\.logger", "metrics.jsonl and TensorBoard are always written; leave it out"),
     (r"trainer\.critic_warmup", "GRPO has no critic; leave it out"),
     (r"data\.seed", "there is one seed: trainer.seed"),
 )

@@ -261,7 +261,11 @@ class RewardFunctionConfig(Section):
 
 class TrainerConfig(Section):
     project_name: str = "keepstep"
+    """The project in Weights & Biases."""
     experiment_name: str = "run"
+    """What the run is called there, and in the card of an export."""
+    logger: list[Literal["console", "tensorboard", "wandb"]] = ["console", "tensorboard"]
+    """Where metrics are shown; the first two always are, and metrics.jsonl is always written."""
     nnodes: PositiveInt = 1
     """Nodes of the job."""
     n_gpus_per_node: PositiveInt = 1

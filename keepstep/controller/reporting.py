@@ -1,9 +1,10 @@
-"""What a training attempt writes for people: train.log, metrics.jsonl, TensorBoard, and the step events."""
+"""What a training attempt writes for people: train.log, metrics.jsonl, the step events, and what `sinks` show."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from keepstep.config.load import to_dotted
 from keepstep.config.schema import RunConfig
@@ -41,17 +42,23 @@ def log_config(config: RunConfig) -> None:
         logger.info(line)
 
 
+class Sink(Protocol):
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """The same step may come again, after a resume: with the values that it had."""
+
+    def close(self, whole: bool) -> None:
+        """No more metrics; `whole`: the run is complete."""
+
+
 class Reporter:
     """Called with the metrics of every finished step, and told of a validation between steps."""
 
-    def __init__(self, run: RunDir, events: EventLog, total_steps: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(self, run: RunDir, events: EventLog, total_steps: int, sinks: Sequence[Sink]) -> None:
         self._events = events
         self._total_steps = total_steps
         self._attempt = events.attempt
         self._metrics = JsonLines(run.metrics)
-        self._board = SummaryWriter(str(run.tensorboard), flush_secs=30)
+        self._sinks = list(sinks)
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
         self._tell("step", step, metrics, metrics)
@@ -69,11 +76,19 @@ class Reporter:
         self._events.emit(event, step=step, total=self._total_steps, **fields)
         line: dict[str, Any] = {"time": utc_now(), "attempt": self._attempt, "step": step, **metrics}
         self._metrics.append(line)
-        for name, value in new.items():
-            self._board.add_scalar(name, value, step)
+        self._show(lambda sink: sink.log(step, new))
         told = " ".join(f"{key}={value:.6g}" for key, value in fields.items())
         logger.info("%s %d/%d %s", event, step, self._total_steps, told)
 
-    def close(self) -> None:
-        self._board.close()
+    def close(self, whole: bool) -> None:
+        """No more metrics; `whole`: the run is complete."""
+        self._show(lambda sink: sink.close(whole))
         self._metrics.close()
+
+    def _show(self, act: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                act(sink)
+            except Exception as error:
+                self._sinks.remove(sink)
+                logger.warning("%s shows no more: %s: %s", type(sink).__name__, type(error).__name__, error)

@@ -23,6 +23,7 @@ from keepstep.controller.resuming import load_state
 from keepstep.controller.samples import write_samples
 from keepstep.controller.saver import SaveContext, Saver, Writers
 from keepstep.controller.session import Session
+from keepstep.controller.sinks import sinks_of
 from keepstep.controller.state import TrainState
 from keepstep.controller.supervision import Supervisor
 from keepstep.controller.taking_up import take_up_again
@@ -79,6 +80,8 @@ def train(session: Session, chosen: ResumePlan) -> None:
     cluster = Cluster(session.config, session.run, session.attempt, device)
     drains = DrainWatch(cluster, session.leaving, session.events)
     saver: Saver | None = None
+    reporter: Reporter | None = None
+    whole = False
     try:
         # The data set and the tokenizer load while the workers import.
         with Loading(session, session.model_files(chosen.step)) as loading:
@@ -95,7 +98,8 @@ def train(session: Session, chosen: ResumePlan) -> None:
         num_rows = len(train_set)
         state = load_state(session, chosen, crew.ranks, supervisor, num_rows)
         saver.context.num_rows = num_rows
-        reporter = Reporter(session.run, session.events, session.start.total_steps)
+        sinks = sinks_of(session.run, session.record["run_id"], session.config)
+        reporter = Reporter(session.run, session.events, session.start.total_steps, sinks)
         parts = build_parts(session, crew, (train_set, val_set, tokenizer), reporter)
 
         def load_again() -> TrainState:
@@ -106,12 +110,14 @@ def train(session: Session, chosen: ResumePlan) -> None:
         if session.config.recovery.warm_spare:
             crew.workforce.stand_by()
         fit(session, parts, state, recovery)
-        reporter.close()
+        whole = True
     finally:
         if saver is not None:
             saver.close()
         drains.stop()
         cluster.stop()
+        if reporter is not None:
+            reporter.close(whole)
 
 
 def check_nodes(session: Session) -> None:

@@ -126,6 +126,7 @@ FIELDS: dict[str, str] = {
     "trainer.log_val_generations": FREE,
     "trainer.save_freq": FREE,
     "trainer.project_name": FREE,
+    "trainer.logger": FREE,
     "trainer.experiment_name": FREE,
     "trainer.output_dir": FREE,
     "trainer.resume_from_checkpoint": FREE,

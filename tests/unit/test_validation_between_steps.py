@@ -10,6 +10,7 @@ import pytest
 
 from keepstep.config.load import load
 from keepstep.controller.reporting import Reporter
+from keepstep.controller.sinks import TensorBoard
 from keepstep.controller.state import TrainState
 from keepstep.controller.trainer import Metrics, Trainer
 from keepstep.events.log import EventLog, read_jsonl
@@ -64,9 +65,9 @@ def test_without_a_validation_set_nothing_is_told(monkeypatch: pytest.MonkeyPatc
 
 def test_it_is_written_where_steps_are(tmp_path: Path):
     run = RunDir.at(tmp_path / "run")
-    reporter = Reporter(run, EventLog(run.events, 1), total_steps=40)
+    reporter = Reporter(run, EventLog(run.events, 1), 40, [TensorBoard(run)])
     reporter.validated(0, FOUND)
-    reporter.close()
+    reporter.close(whole=True)
     (event,), (line,) = read_jsonl(run.events), read_jsonl(run.metrics)
     assert (event["event"], event["step"], event["total"], event["val_reward"]) == ("validated", 0, 40, 0.25)
     assert (line["step"], line["val/reward/mean"]) == (0, 0.25)
