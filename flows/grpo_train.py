@@ -37,6 +37,7 @@ from keepstep.cli.doctor_command import describe as describe_run
 from keepstep.cli.progress import ProgressPrinter, describe
 from keepstep.config.load import as_overrides, load, without_asked_checkpoint
 from keepstep.config.schema import RunConfig
+from keepstep.controller.uploader import NOT_OWED
 from keepstep.doctor.evidence import gather, is_run
 from keepstep.doctor.rules import examine
 from keepstep.errors import CheckpointError, HeldError, KeepstepError, StorageError, WorkerDiedError
@@ -122,7 +123,7 @@ def grpo_train(
     with RunPage(settings) as page:
         try:
             attempts.check_budget()
-            if budget.goes_on:
+            if budget.has_resumed:
                 settings = without_asked_checkpoint(settings)
             wait_until_free(run, settings.retry, get_run_logger().info)
             total_steps = checked(settings, attempts)
@@ -153,7 +154,7 @@ def checked(config: RunConfig, attempts: Attempts) -> int:
             if not error.retry:
                 raise
             if (pause_s := next(pauses, None)) is None:
-                attempts.decision = Decision(False, "asked again in vain", name=RETRIES_EXHAUSTED)
+                attempts.decision = Decision(False, "no tries are left", name=RETRIES_EXHAUSTED)
                 raise
             get_run_logger().warning("%s Asked again in %.0f s.", error.message, pause_s)
             time.sleep(pause_s)
@@ -244,8 +245,12 @@ class CheckpointTasks:
             _resolve(self._verifications.pop(step), event)
             if goes_to_store(self._config, step, self._total_steps):
                 self._upload(step)
-        elif kind == "checkpoint_rejected" and step in self._verifications:
-            _fail(self._verifications.pop(step), CheckpointError(f"Step {step} was rejected: {event['reason']}"))
+        elif kind == "checkpoint_rejected":
+            for waiting in (self._verifications, self._uploads):
+                if step in waiting:
+                    _fail(waiting.pop(step), CheckpointError(f"Step {step} was rejected: {event['reason']}"))
+        elif kind == "upload_failed" and event["class"] == NOT_OWED and step in self._uploads:
+            _fail(self._uploads.pop(step), CheckpointError(f"Step {step} is not uploaded: {event['reason']}"))
         elif kind == "checkpoint_uploaded":
             # An attempt also uploads what an earlier one owed, of which nothing else was heard.
             _resolve(self._upload(step), event)

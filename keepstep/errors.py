@@ -139,6 +139,13 @@ class CheckpointError(KeepstepError):
     failure_class = "checkpoint"
 
 
+class DamagedStepError(CheckpointError):
+    """A step that was verified is no more what was saved: the plan of another attempt mends it or sets it aside."""
+
+    failure_class = "damaged_step"
+    budget = FAILURES
+
+
 class ProbeError(CheckpointError):
     """A loaded policy computes other log-probs than the saved one did."""
 

@@ -25,16 +25,17 @@ class RetryBudget:
         newest = max(run.attempt_numbers(), default=0)
         self._first = kept["first_attempt"] if kept.get("flow_run") == flow_run else newest + 1
         self._counted = newest
-        self._goes_on = kept.get("flow_run") == flow_run and newest >= self._first
+        resumed = (event for event in read_jsonl(run.events, b'"resumed"') if event.get("event") == "resumed")
+        self._has_resumed = any(event["attempt"] >= self._first for event in resumed)
         ends = attempt_ends(run)
         self._step = next((end.last_step for end in reversed(ends) if end.last_step is not None), 0)
         self._verified = max((end.verified or 0 for end in ends), default=0)
         self._failures = [failure for number, failure in failures(ends) if number >= self._first]
 
     @property
-    def goes_on(self) -> bool:
-        """Whether this flow run is run again, and has begun an attempt before."""
-        return self._goes_on
+    def has_resumed(self) -> bool:
+        """Whether an attempt of this flow run has taken up a checkpoint: one that was asked for is not gone back to."""
+        return self._has_resumed
 
     @property
     def last(self) -> Failure | None:
@@ -44,6 +45,8 @@ class RetryBudget:
         """Learn from an attempt's events how far it has come; the first one makes the budget the run's."""
         if event["event"] == "attempt_started" and self._run.has_record():
             write_json(self._run.budget, {"flow_run": self._flow_run, "first_attempt": self._first})
+        elif event["event"] == "resumed":
+            self._has_resumed = True
         elif event["event"] == "step":
             self._step = event["step"]
         elif event["event"] == "checkpoint_verified":

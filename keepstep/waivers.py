@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 EXACTNESS = "exactness"
 """A replayed step may have other bytes than the checkpoint that stands."""
@@ -23,3 +24,9 @@ what a warm start left out it left out for good."""
 def gives_up_exactness(fields: Iterable[str]) -> bool:
     """Whether replayed steps may differ after these were accepted."""
     return bool(set(fields) - SAME_BYTES)
+
+
+def is_further(record: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether of two copies of a run's record this one has all that was accepted by the other, and more. Pure."""
+    mine, theirs = record.get("waivers", []), other.get("waivers", [])
+    return len(mine) > len(theirs) and mine[: len(theirs)] == theirs

@@ -44,13 +44,12 @@ def train_grpo(
     if stop.is_set():
         raise Preempted("Asked to leave before the attempt began.", "The same command goes on.")
     get_run_logger().info("try %s of train_grpo", task_run.run_count)
-    first_try = task_run.run_count == 1
 
     def heard(event: Event) -> None:
         attempts.hear(event)
         on_event(event)
 
-    return run_trainer(config if first_try else without_asked_checkpoint(config), heard, stop)
+    return run_trainer(without_asked_checkpoint(config) if attempts.have_resumed else config, heard, stop)
 
 
 class Attempts:
@@ -67,6 +66,11 @@ class Attempts:
         self._step = 0
         self._begun: int | None = None
         """The attempt that has begun and was not shown yet."""
+
+    @property
+    def have_resumed(self) -> bool:
+        """Whether one has taken up a checkpoint; the one that was asked for is for the first that does."""
+        return self._budget.has_resumed
 
     def check_budget(self) -> None:
         """Before the first attempt of a flow run that is run again: whether its budget allows one.

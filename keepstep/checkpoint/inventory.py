@@ -60,13 +60,18 @@ def retire(run: RunDir, decision: Decision, check_fence: Fence, tell: Callable[[
     # First the pointer: it must not name a step that is gone.
     if decision.best is not None:
         point(run.best_link, run, decision.best, check_fence)
-    elif any(_points_to(run.best_link, run.checkpoint(step)) for step in decision.deleted):
+    elif any(_points_to(run.best_link, run.checkpoint(step)) for step in decision.deleted) or _dangles(run.best_link):
         check_fence()
         run.best_link.unlink()
         run.text_of(run.best_link).unlink(missing_ok=True)
     for step, reason in decision.deleted.items():
         remove(run, step, check_fence)
         tell(step, reason)
+
+
+def _dangles(link: Path) -> bool:
+    """Whether it names a step that was set aside."""
+    return link.is_symlink() and not link.exists()
 
 
 def _points_to(link: Path, folder: Path) -> bool:

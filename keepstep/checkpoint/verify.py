@@ -171,10 +171,9 @@ def _check_files(folder: Path, manifest: Manifest, quick: bool, found: Findings)
     """Every listed file is there, regular, of the right size and content; nothing else is there."""
     present, problems = list_files(folder)
     found.reject("", *problems)
-    has_rollout = os.path.lexists(folder / layout.ROLLOUT_DIR)
     shards: Shards = {}
     for name, digest in manifest.files.items():
-        if layout.is_optional(name) and not has_rollout:
+        if layout.is_optional(name) and name not in present:
             continue
         if name not in present:
             found.reject(name, "missing")

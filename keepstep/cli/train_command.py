@@ -13,7 +13,7 @@ from typing import Any
 
 from keepstep.config.load import load, to_yaml, validate
 from keepstep.config.schema import RunConfig
-from keepstep.errors import EXIT_DONE, BugError, KeepstepError
+from keepstep.errors import EXIT_DONE, NO_ROOM_ERRNOS, BugError, KeepstepError, NoRoomError, WorkerDiedError
 from keepstep.processes import ProcessRef
 
 
@@ -52,10 +52,22 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
     except Exception as error:
         if args.events_stdout and not set(told) & set(launch.TERMINAL_EVENTS):
             # Whoever follows compares how attempts end, and would take an end without a word for a kill from outside.
-            ours = error if isinstance(error, KeepstepError) else BugError(f"{type(error).__name__}: {error}")
-            _print_event(launch.terminal_event(ours))
+            _print_event(launch.terminal_event(early_failure(error)))
         raise
     return EXIT_DONE
+
+
+def early_failure(error: Exception) -> KeepstepError:
+    """Our error for what ended an attempt before it had a record. Pure.
+
+    A disk that answers wrongly for a moment is as a kill from outside: five tries, with pauses.
+    """
+    if isinstance(error, KeepstepError):
+        return error
+    if isinstance(error, OSError):
+        kind = NoRoomError if error.errno in NO_ROOM_ERRNOS else WorkerDiedError
+        return kind(f"The attempt did not begin: {type(error).__name__}: {error}")
+    return BugError(f"{type(error).__name__}: {error}")
 
 
 def alone(config: RunConfig) -> None:

@@ -33,7 +33,7 @@ from keepstep.platform import servers
 from keepstep.preflight.model import model_folder
 from keepstep.preflight.start import Start
 from keepstep.processes import ProcessRef
-from keepstep.run import write_atomic, write_json
+from keepstep.run import read_json, write_atomic, write_json
 
 if TYPE_CHECKING:
     from keepstep.controller.trainer import Trainer
@@ -120,7 +120,8 @@ class Session:
             }
         self.attempt.check()
         write_atomic(self.run.config, to_yaml(without_what_holds_once(self.config)).encode())
-        if not self.run.has_record():
+        if not self.run.has_record() or read_json(self.run.record) != record:
+            # The second: another machine has brought it further, in the store.
             write_json(self.run.record, record)
         return record
 
@@ -192,6 +193,8 @@ class Session:
 
     def _end_now(self, failure: KeepstepError) -> None:
         """Leave at once, from a signal or a watcher thread."""
+        if self.uploader is not None:
+            self.uploader.close()
         try:
             outcome = outcome_of(failure)
             self.tell(failure, outcome)

@@ -78,7 +78,9 @@ def obstacle(session: Session, chosen: ResumePlan, step: int) -> str:
         return "" if mend(session, step) else NO_REFERENCE
     if chosen.source == "s3":
         try:
-            session.start.remote.download(step, session.run, session.attempt.check, session.events.sign_of_life)
+            session.start.remote.download(
+                step, session.run, session.attempt.check, lambda _: session.events.sign_of_life()
+            )
         except (CheckpointError, DamagedObjectError) as error:
             return error.message
         session.events.emit("checkpoint_downloaded", step=step)
@@ -123,4 +125,8 @@ def plan_again(session: Session, passed_over: Sequence[Rejection]) -> ResumePlan
         if not error.retry or not session.run.steps():
             raise
         logger.warning("the store does not answer (%s): planning from local checkpoints alone", error.message)
-        return planned(None)
+        try:
+            return planned(None)
+        except CheckpointError:
+            # That there is none here says nothing of the store: it is waited for.
+            raise error from None

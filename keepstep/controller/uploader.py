@@ -15,17 +15,25 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from keepstep.attempts import Attempt
+from keepstep.checkpoint import layout
 from keepstep.checkpoint.history import verified_steps
+from keepstep.checkpoint.plan import only_damaged
 from keepstep.checkpoint.publish import quarantine
+from keepstep.checkpoint.verify import Verdict, verify
 from keepstep.cli.transfer import CONFIG_VARIABLE
 from keepstep.config.schema import RunConfig
 from keepstep.controller.children import ChildResult, run_command
-from keepstep.errors import EXIT_HELD, StorageError, StorageRefusedError
+from keepstep.errors import EXIT_HELD, DamagedStepError, StorageError, StorageRefusedError
 from keepstep.events.log import EventLog
 from keepstep.run import RunDir
+from keepstep.storage.protocol import LocalFileError
 
 logger = logging.getLogger("keepstep")
 
+NOT_OWED = "checkpoint"
+"""Class of a step that left the disk before it was uploaded: nobody waits for it."""
+REFUSED = ("storage_refused", "fenced", "contract")
+"""Classes of failures after which another try gives the same."""
 UPLOAD_TIMEOUT_S = 6 * 3600.0
 LONGEST_DELAY_S = 60.0
 
@@ -49,7 +57,8 @@ class Uploader:
         self._waiting: set[int] = set()
         self._ending = False
         self._changed = threading.Condition()
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, tuple[str, str]] = {}
+        """Reason and class of the last failure, by step."""
         self._closed = False
         self.current: int | None = None
         """The step that is being uploaded: it stays on disk meanwhile."""
@@ -68,6 +77,7 @@ class Uploader:
         Raises:
             StorageError: one was not confirmed within `timeout_s` or gave up.
             StorageRefusedError: the store said no.
+            DamagedStepError: the newest step, or a reference, is no more what was saved.
         """
         self._hurry.set()
         with self._changed:
@@ -77,9 +87,11 @@ class Uploader:
         self._thread.join(timeout=timeout_s)
         where = f"bucket {self._config.bucket or 'keepstep'}"
         if self._failed:
-            step, reason = next(iter(self._failed.items()))
+            step, (reason, failure_class) = next(iter(self._failed.items()))
             message = f"Training is done, but step {step} is not in {where}: {reason}"
-            refused = reason.startswith("refused")
+            if failure_class == LocalFileError.failure_class:
+                raise DamagedStepError(message, "The next start mends it, or goes on from the step before.")
+            refused = failure_class in REFUSED
             raise (StorageRefusedError if refused else StorageError)(
                 message, "Mend the store and start the same command again."
             )
@@ -95,7 +107,7 @@ class Uploader:
                 self._upload(step)
             except Exception as error:
                 # A thread that died here would look like one that has finished.
-                self._failed[step] = f"{type(error).__name__}: {error}"
+                self._failed[step] = f"{type(error).__name__}: {error}", "bug"
             finally:
                 self.current = None
 
@@ -140,12 +152,16 @@ class Uploader:
                 self._tell_cleared(json.loads(found.stdout))
                 return
             reason, final, failure_class = _reason(found)
-            if failure_class == "local_file_differs" and self._set_aside(step, reason):
-                return
+            if failure_class == LocalFileError.failure_class:
+                damage = self._damage(step)
+                if damage is not None and self._set_aside(step, damage, reason):
+                    return
+                # A file that only could not be read, on a network's disk perhaps, is read again.
+                final = damage is not None
             if found.status == EXIT_HELD:
                 # Another machine has the run: the loop stops at its next look.
                 self._attempt.fenced.set()
-            self._failed[step] = reason
+            self._failed[step] = reason, failure_class
             self._events.emit("upload_failed", step=step, reason=reason, tries=number + 1, **{"class": failure_class})
             if final or number == self._config.max_retries:
                 return
@@ -157,14 +173,27 @@ class Uploader:
         if self._run.checkpoint(step).is_dir():
             return False
         self._failed.pop(step, None)
-        self._events.emit(
-            "upload_failed", step=step, reason="it is not on this disk any more", **{"class": "checkpoint"}
-        )
+        self._events.emit("upload_failed", step=step, reason="it is not on this disk any more", **{"class": NOT_OWED})
         return True
 
-    def _set_aside(self, step: int, reason: str) -> bool:
-        """Whether a step that was damaged on disk while it waited could be set aside; the newest has to be mended."""
-        if step >= max(verified_steps(self._run), default=0):
+    def _damage(self, step: int) -> Verdict | None:
+        """What is wrong with a step of which a file was not as its manifest says; None: it is whole after all."""
+        folder = self._run.checkpoint(step)
+        try:
+            before = folder.stat().st_ino
+            verdict = verify(folder)
+            # Trained again, it may be replaced while we look: then nothing is known of what stands there now.
+            return None if verdict.resumable or folder.stat().st_ino != before else verdict
+        except FileNotFoundError:
+            return None
+
+    def _set_aside(self, step: int, damage: Verdict, reason: str) -> bool:
+        """Whether a step that was damaged on disk while it waited could be set aside.
+
+        The newest has to be mended or trained again, and a reference, which all steps share, can be mended: both by the
+        plan of the next attempt.
+        """
+        if step >= max(verified_steps(self._run), default=0) or only_damaged(damage, f"{layout.REF_DIR}/"):
             return False
         moved = quarantine(self._run, self._run.checkpoint(step), step, "damaged", self._attempt.check)
         self._failed.pop(step, None)
@@ -195,5 +224,5 @@ def _reason(found: ChildResult) -> tuple[str, bool, str]:
     except ValueError:
         return f"the uploader ended with {found.status}: {found.stderr.strip()[-300:]}", False, "worker_died"
     failure_class = str(record.get("class", ""))
-    refused = failure_class in ("storage_refused", "fenced", "contract", "local_file_differs")
+    refused = failure_class in REFUSED
     return ("refused: " if refused else "") + str(record.get("message", "")), refused, failure_class

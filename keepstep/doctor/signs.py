@@ -242,7 +242,9 @@ def save_skipped(evidence: Evidence) -> list[Finding]:
 
 def uploads_behind(evidence: Evidence) -> list[Finding]:
     """Uploads that failed and were not made good; a run that failed for them says so by itself."""
-    failed = [row for row in evidence.of("upload_failed") if row.step not in (None, *evidence.confirmed)]
+    # What has left the disk, by the rules or since it was damaged, is owed no more.
+    owed = set(evidence.steps) - set(evidence.confirmed)
+    failed = [row for row in evidence.of("upload_failed") if row.step in owed]
     ended_for_it = evidence.newest is not None and evidence.newest.failure_class in ("storage", "storage_refused")
     if not failed or ended_for_it or evidence.finished:
         return []

@@ -6,6 +6,7 @@ a full disk is closed by the next writer and skipped by readers.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -93,7 +94,9 @@ class EventLog:
             try:
                 listener(record)
             except Exception:
-                self.listeners.remove(listener)
+                # Another thread may have left it out in the same moment.
+                with contextlib.suppress(ValueError):
+                    self.listeners.remove(listener)
 
     def close(self) -> None:
         self._lines.close()

@@ -109,18 +109,20 @@ def examine(
 
 
 def refusal(checks: list[Check]) -> KeepstepError | None:
-    """The first failure for which a start would be refused. Pure.
+    """The first failure for which a start would be refused; of a kind that waiting may cure only if there is no other.
+    Pure.
 
     What earlier attempts left holds ports and memory, and is ended by the start itself: then neither counts here.
     """
     left = any(check.id == "processes" and check.status == WARN for check in checks)
     passing = {"port", "gpu_memory"} if left else set()
+    errors = []
     for check in checks:
         if check.status == FAIL and check.id not in passing:
             error = check.error or ConfigError(check.sentence, check.remedy)
             error.exit_code = check.exit_code or error.exit_code
-            return error
-    return None
+            errors.append(error)
+    return next((error for error in errors if not error.retry), next(iter(errors), None))
 
 
 def exit_code(checks: list[Check]) -> int:
@@ -252,8 +254,9 @@ def _reward_sample(start: Start) -> str:
     }
     answer = _ask("keepstep.preflight.reward_sample", request, SAMPLE_TIMEOUT_S, "The reward function")
     if "problem" in answer:
-        if config.reward_model.on_error == "zero":
-            # As in training: a judge that is away for a moment must not keep a run from coming back.
+        if config.reward_model.on_error == "zero" and start.existing is not None:
+            # As in training: a judge that is away for a moment must not keep a run from coming back. At a run's first
+            # start it is as likely a function that never scores anything.
             raise WarnError(answer["problem"], "Such responses score 0 (reward_model.on_error).")
         raise RewardError(answer["problem"], answer["remedy"])
     return f"scores the first row's own answer {answer['score']:g} and an empty text {answer['empty']:g}"

@@ -49,6 +49,7 @@ from keepstep.processes import ProcessRef
 from keepstep.quickstart.make import PREFIX, make_data, make_model
 from keepstep.rewards.load import load_reward
 from keepstep.run import RunDir, read_json
+from keepstep.waivers import is_further
 
 Record = dict[str, Any]
 ROOM_FACTOR = 1.2
@@ -325,7 +326,7 @@ def open_store(config: RunConfig, run: RunDir) -> servers.ServerInfo | None:
 def find_record(
     config: RunConfig, run: RunDir, store: servers.ServerInfo | None
 ) -> tuple[Record | None, Any, list[str]]:
-    """(run.json here or in the store, the store's side of the run, notes). Local folders win over the store."""
+    """(run.json, the store's side of the run, notes). A record here wins over the store's, unless that is further."""
     local = read_json(run.record) if run.has_record() else None
     if not config.s3_enabled:
         return local, None, []
@@ -346,4 +347,8 @@ def find_record(
             f"The store's prefix {remote.prefix} holds run {kept['run_id']}, {run.root} is run {local['run_id']}.",
             "Give s3.prefix of its own, or bring the right folder back.",
         )
+    if local is not None and kept is not None and is_further(kept, local):
+        what = ", ".join(field for waiver in kept["waivers"][len(local["waivers"]) :] for field in waiver["fields"])
+        note = f"Another machine has gone on with this run and has changed {what}: its record counts from now on."
+        return kept, remote, [note]
     return local or kept, remote, []

@@ -50,7 +50,13 @@ def check(store: ObjectStore, run: RunDir, number: int) -> None:
         raise FencedError(
             f"Attempt {number} of {run.root} is stale: attempt {newest} in {store.where} took the run over."
         )
-    if _owner(store, number) != _local_owner(run, number):
+    owner = _owner(store, number)
+    if owner is None:
+        raise FencedError(
+            f"Attempt {number} of {run.root} is not in {store.where}, so nothing tells whose the run is there.",
+            "The next attempt that uploads takes a number there.",
+        )
+    if owner != _local_owner(run, number):
         raise FencedError(
             f"Attempt {number} of {store.where} belongs to another machine than {run.root}.",
             "Start again: the next start takes a number of its own.",

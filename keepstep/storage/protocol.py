@@ -62,7 +62,7 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def get_file(self, key: str, path: Path, digest: FileDigest) -> None:
+    def get_file(self, key: str, path: Path, digest: FileDigest, on_bytes: OnBytes = ignore_bytes) -> None:
         """Download into a file, compared with `digest` part by part, fsynced. Parts that it holds are not fetched.
 
         Raises:

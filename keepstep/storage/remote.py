@@ -14,6 +14,7 @@ are leftovers; the next download deletes them.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -30,12 +31,21 @@ from keepstep.checkpoint.manifest import Manifest, ManifestError, parse
 from keepstep.checkpoint.publish import publish
 from keepstep.checkpoint.verify import REJECTED, VERIFIED, Verdict, verify
 from keepstep.config.schema import S3Config
-from keepstep.errors import CheckpointError, ConfigError, ContractError, KeepstepError, NoRoomError, StorageError
+from keepstep.errors import (
+    CheckpointError,
+    ConfigError,
+    ContractError,
+    KeepstepError,
+    NoRoomError,
+    StorageError,
+    StorageRefusedError,
+)
 from keepstep.platform import servers
 from keepstep.run import RunDir, fsync_tree, write_atomic
 from keepstep.storage import lease
 from keepstep.storage.protocol import ObjectStore, OnBytes, ignore_bytes
 from keepstep.storage.s3 import S3Store
+from keepstep.waivers import is_further
 
 RECORD = "run.json"
 CONFIG = "config.yaml"
@@ -219,7 +229,7 @@ class RemoteRun:
         step: int,
         run: RunDir,
         check_fence: Callable[[], None] = lambda: None,
-        on_file: Callable[[], None] = lambda: None,
+        on_bytes: OnBytes = ignore_bytes,
     ) -> Path:
         """Bring a step into `run`, hashed while written, verified as a whole on disk, then published.
 
@@ -239,7 +249,7 @@ class RemoteRun:
         try:
             _keep_only(folder, set(found.files))
             _check_room(folder, sum(digest.size for digest in found.files.values()))
-            self._fetch(step, found, folder, on_file)
+            self._fetch(step, found, folder, on_bytes)
             verdict = verify(folder, expected_step=step, expected_run_id=found.run_id)
             if not verdict.resumable:
                 raise CheckpointError(
@@ -254,15 +264,14 @@ class RemoteRun:
         shutil.rmtree(aside, ignore_errors=True)
         return run.checkpoint(step)
 
-    def _fetch(self, step: int, found: Manifest, folder: Path, on_file: Callable[[], None]) -> None:
+    def _fetch(self, step: int, found: Manifest, folder: Path, on_bytes: OnBytes) -> None:
         # Small files first: what is wrong shows early.
         for name, digest in sorted(found.files.items(), key=lambda entry: entry[1].size):
             key = object_key(step, name, digest)
             if layout.is_optional(name) and self.store.head(key) is None:
                 continue
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            self.store.get_file(key, folder / name, digest)
-            on_file()
+            self.store.get_file(key, folder / name, digest, on_bytes)
         write_atomic(folder / layout.MANIFEST, self.manifest_bytes(step) or b"")
         fsync_tree(folder)
 
@@ -413,11 +422,17 @@ def _claim_prefix(remote: RemoteRun, run: RunDir, local: Manifest) -> None:
 
 
 def _keep_up_to_date(remote: RemoteRun, run: RunDir, fence: Callable[[], None]) -> None:
-    """The store's copies of what a start may change: a machine that has lost the folder goes by them."""
+    """The store's copies of what a start may change: a machine that has lost the folder goes by them.
+
+    A store that takes nothing in the place of what stands there keeps those of the first start; a record that another
+    machine has brought further stays.
+    """
     for key, path in ((RECORD, run.record), (CONFIG, run.config)):
-        data = path.read_bytes()
-        if remote.store.get_bytes(key) != data:
-            fence()
+        data, kept = path.read_bytes(), remote.store.get_bytes(key)
+        if kept == data or (key == RECORD and kept and is_further(json.loads(kept), json.loads(data))):
+            continue
+        fence()
+        with contextlib.suppress(StorageRefusedError):
             remote.store.put_bytes(key, data)
 
 

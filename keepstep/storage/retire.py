@@ -81,9 +81,11 @@ def _pinned(remote: RemoteRun, run: RunDir, check_fence: Fence) -> frozenset[int
     for step in sorted(here - stored):
         check_fence()
         remote.store.put_bytes(f"pins/{step}", b"", if_absent=True)
-    for step in sorted(stored & unpinned):
-        check_fence()
-        remote.store.delete(f"pins/{step}")
+    for step in sorted(unpinned):
+        if step in stored:
+            check_fence()
+            remote.store.delete(f"pins/{step}")
+        # Kept, it would take away a pin that another machine sets later.
         run.unpin(step).unlink(missing_ok=True)
     return frozenset(here | (stored - unpinned))
 

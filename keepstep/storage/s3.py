@@ -144,9 +144,9 @@ class S3Store:
     def put_file(self, path: Path, key: str, digest: FileDigest, on_bytes: OnBytes = ignore_bytes) -> None:
         self._run(self._put_file(path, key, digest, on_bytes))
 
-    def get_file(self, key: str, path: Path, digest: FileDigest) -> None:
+    def get_file(self, key: str, path: Path, digest: FileDigest, on_bytes: OnBytes = ignore_bytes) -> None:
         try:
-            self._run(self._get_file(key, path, digest))
+            self._run(self._get_file(key, path, digest, on_bytes))
         except OSError as error:
             if error.errno not in NO_ROOM_ERRNOS:
                 raise
@@ -531,7 +531,7 @@ class S3Store:
         except (StorageError, _MissingError, TimeoutError):
             pass
 
-    async def _get_file(self, key: str, path: Path, digest: FileDigest) -> None:
+    async def _get_file(self, key: str, path: Path, digest: FileDigest, on_bytes: OnBytes) -> None:
         limit = asyncio.Semaphore(MAX_CONCURRENT_PARTS)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         goes_on = os.fstat(handle).st_size > 0
@@ -539,6 +539,7 @@ class S3Store:
         async def get(number: int) -> None:
             async with limit:
                 if goes_on and await asyncio.to_thread(holds_part, path, digest, number):
+                    on_bytes(part_span(digest, number)[1])
                     return
                 found = await self._stream_part(key, digest, number, handle)
                 if found != digest.parts[number]:
@@ -550,6 +551,7 @@ class S3Store:
                         f"expected {digest.parts[number][:12]}….",
                         "The object is damaged or was replaced; another step of the run may be whole.",
                     )
+                on_bytes(part_span(digest, number)[1])
 
         try:
             await _gather([get(number) for number in range(len(digest.parts))])

@@ -222,7 +222,7 @@ def test_the_checkpoint_that_was_asked_for_is_not_gone_back_to_after_a_crash(
     asked = away(monkeypatch, num_times=0)
     path = "/runs/mine/checkpoints/step_20"
     train(good, **{"trainer.resume_from_checkpoint": path})
-    monkeypatch.setattr(RetryBudget, "goes_on", True)
+    monkeypatch.setattr(RetryBudget, "has_resumed", True)
     train(good, **{"trainer.resume_from_checkpoint": path})
     assert [config.trainer.resume_from_checkpoint for config in asked] == [path, None]
 

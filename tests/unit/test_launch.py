@@ -14,9 +14,10 @@ import pytest
 
 from keepstep import errors
 from keepstep.cli.main import main
+from keepstep.cli.train_command import early_failure
 from keepstep.config.load import load
 from keepstep.config.schema import RunConfig
-from keepstep.controller import launch, session
+from keepstep.controller import attempt, launch
 from keepstep.events.log import SIGN_OF_LIFE
 
 
@@ -103,7 +104,7 @@ def test_whatever_ends_the_trainer_is_its_last_event(
     def run_attempt(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(session, "run_attempt", run_attempt)
+    monkeypatch.setattr(attempt, "run_attempt", run_attempt)
     config = load("quickstart", [f"trainer.output_dir={tmp_path / 'run'}"])
     for name, value in launch._variables(config).items():
         monkeypatch.setenv(name, value)
@@ -121,3 +122,18 @@ def test_silent_trainer_is_ended():
     silence.watch()
     assert silence.too_long
     assert process.wait(timeout=10) < 0
+
+
+@pytest.mark.parametrize(
+    ("error", "failure_class", "budget"),
+    [
+        (errors.ConfigError("no such model"), "config", "never"),
+        (OSError(116, "Stale file handle"), "worker_died", "kills"),
+        (OSError(28, "No space left on device"), "no_room", "never"),
+        (ValueError("a bug"), "bug", "failures"),
+    ],
+)
+def test_what_ends_an_attempt_before_it_has_a_record(error: Exception, failure_class: str, budget: str):
+    """A network's disk that is restarted is no bug: as one, the second time would stop the run for good."""
+    found = early_failure(error)
+    assert (found.failure_class, found.budget) == (failure_class, budget)

@@ -139,3 +139,17 @@ def test_a_store_that_fails_in_a_recovery_leaves_the_local_ones(tmp_path: Path, 
         taking_up.plan_again(one, [])
     one.run.checkpoint(20).mkdir(parents=True)
     assert taking_up.plan_again(one, []) == "from here" and asked == ["the store", "the store", None]
+
+
+def test_without_a_local_one_a_store_that_is_away_is_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It may have one: a refusal for good would be false, and another attempt asks again."""
+
+    def make_plan(_config: Any, _run: RunDir, remote: Any, *_: Any) -> str:
+        raise StorageError("away") if remote is not None else CheckpointError("none can be resumed from")
+
+    monkeypatch.setattr(taking_up, "make_plan", make_plan)
+    start = SimpleNamespace(remote="the store", total_steps=40)
+    one: Any = SimpleNamespace(run=RunDir.at(tmp_path), config=None, record={}, start=start)
+    one.run.checkpoint(20).mkdir(parents=True)
+    with pytest.raises(StorageError, match="away"):
+        taking_up.plan_again(one, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -21,7 +22,15 @@ from keepstep.attempts import MARK_VARIABLE, leftovers, mark
 from keepstep.cli.main import main
 from keepstep.config.load import to_dotted
 from keepstep.controller import nodes, training
-from keepstep.errors import EXIT_CONTRACT, EXIT_DATA, EXIT_HELD, ConfigError, ContractError, NoProgressError
+from keepstep.errors import (
+    EXIT_CONTRACT,
+    EXIT_DATA,
+    EXIT_HELD,
+    ConfigError,
+    ContractError,
+    NoProgressError,
+    StorageError,
+)
 from keepstep.preflight import checks, node
 from keepstep.preflight.checks import FAIL, OK, SKIPPED, WARN, Check, examine, exit_code, refusal
 from keepstep.preflight.foreign_log import settings_in
@@ -94,6 +103,13 @@ def test_one_failure_hides_no_other(standing: Standing, tmp_path: Path, capsys: 
     assert {found[name]["status"] for name in ("port", "clock", "lease", "model")} == {OK}
     for name in failed:
         assert found[name]["remedy"]
+
+
+def test_what_waiting_does_not_cure_is_said_before_what_it_may():
+    """Else a store that is away would be asked again and again before anybody hears of the contract."""
+    away = Check("store", FAIL, "away", error=StorageError("away"))
+    drift = Check("contract", FAIL, "other seed", error=ContractError("other seed"))
+    assert refusal([away, drift]) is drift.error and refusal([away]) is away.error and refusal([]) is None
 
 
 def test_a_drift_and_a_damaged_checkpoint_are_both_told(standing: Standing):
@@ -380,6 +396,18 @@ def test_a_reward_scores_the_first_row(tmp_path: Path):
 def test_a_reward_that_fails(tmp_path: Path, body: str, part: str):
     found = sample(tmp_path, body)
     assert found.status == FAIL and part in found.sentence and found.remedy
+
+
+def test_a_reward_that_fails_where_failures_score_0(tmp_path: Path):
+    """A judge that is away keeps no run from coming back; at the first start it is as likely never to score."""
+    given = [reward(tmp_path, "    raise OSError('the judge is away')"), "reward_model.on_error=zero"]
+    standing = standing_run.make(tmp_path, *given)
+    found = by_id(standing, *given, heavy=(checks.REWARD_SAMPLE,))["reward_sample"]
+    assert found.status == WARN and "the judge is away" in found.sentence
+    standing.run.record.unlink()
+    shutil.rmtree(standing.run.checkpoints)
+    found = by_id(standing, *given, heavy=(checks.REWARD_SAMPLE,))["reward_sample"]
+    assert found.status == FAIL and "the judge is away" in found.sentence
 
 
 def test_a_reward_that_never_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

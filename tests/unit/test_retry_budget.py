@@ -43,13 +43,13 @@ def failed(message: str, failure_class: str = "bug") -> dict[str, Any]:
 def test_a_flow_run_that_is_run_again_goes_on_with_what_it_had_used(tmp_path: Path):
     folder = Folder(tmp_path)
     budget = folder.budget()
-    assert budget.decide() is None and not budget.goes_on
+    assert budget.decide() is None and not budget.has_resumed
     for number in (1, 2):
         folder.attempt(budget, number, failed(f"boom {number}"), step=number)
         assert budget.failed(BugError(f"boom {number}")).retry
     # kill -9 of the flow, which is run again.
     again = folder.budget()
-    assert again.goes_on and not folder.budget("another").goes_on
+    assert not again.has_resumed, "both began at step 0"
     found = again.decide()
     assert found is not None and found.retry
     folder.attempt(again, 3, failed("boom 3"), step=3)
@@ -128,3 +128,16 @@ def test_the_folder_is_not_touched_before_it_is_a_run(tmp_path: Path):
     budget.hear({"event": "attempt_started", "attempt": 1})
     budget.start_over()
     assert not run.root.exists()
+
+
+def test_a_checkpoint_that_was_asked_for_is_taken_up_once(tmp_path: Path):
+    """Not before: an attempt that died on the way to it has fulfilled nothing."""
+    folder = Folder(tmp_path)
+    budget = folder.budget()
+    folder.attempt(budget, 1, failed("boom"), step=1)
+    assert not folder.budget().has_resumed
+    event = {"attempt": 1, "event": "resumed", "step": 20}
+    with folder.run.events.open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    budget.hear(event)
+    assert budget.has_resumed and folder.budget().has_resumed and not folder.budget("another").has_resumed

@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 
 from keepstep.attempts import Attempt
+from keepstep.checkpoint import layout
 from keepstep.cli.transfer import CONFIG_VARIABLE
 from keepstep.cli.transfer import _configs as configs_of
 from keepstep.config.load import load
 from keepstep.controller import uploader
 from keepstep.controller.children import ChildResult, run_command
 from keepstep.controller.uploader import Uploader, most_wanted
-from keepstep.errors import EXIT_HELD, StorageRefusedError
+from keepstep.errors import EXIT_HELD, DamagedStepError, StorageRefusedError
 from keepstep.events.log import EventLog, read_jsonl
 from keepstep.run import RunDir
+from tests.unit import builder
 
 STEPS = (20, 100, 140, 200, 220)
+DIFFERS = ChildResult(6, '{"class": "local_file_differs", "message": "actor/optimizer.pt differs"}', "")
 
 
 @pytest.mark.parametrize(
@@ -92,19 +95,50 @@ def test_a_step_that_left_the_disk_is_owed_no_more(attempt: Attempt, monkeypatch
 
 def test_a_step_that_rotted_while_it_waited_is_set_aside(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the end of the run would be asked for it at every start; of the newest step it is right to ask."""
-    answer = ChildResult(6, '{"class": "local_file_differs", "message": "actor/optimizer.pt differs"}', "")
-    queue, events = start(attempt, monkeypatch, lambda *_, **__: answer)
+    queue, events = start(attempt, monkeypatch, lambda *_, **__: DIFFERS)
     events.emit("checkpoint_verified", step=100)
     events.emit("checkpoint_verified", step=220)
     queue.add(100)
     queue.add(220)
-    with pytest.raises(StorageRefusedError, match=r"step 220 is not in .* differs"):
+    with pytest.raises(DamagedStepError, match=r"step 220 is not in .* differs") as damaged:
         queue.drain(10)
+    assert damaged.value.retry, "the plan of the next attempt mends it or sets it aside"
     assert [(event["step"], event["reason"]) for event in told(attempt, "checkpoint_rejected")] == [
-        (100, "refused: actor/optimizer.pt differs")
+        (100, "actor/optimizer.pt differs")
     ]
     assert not attempt.run.checkpoint(100).exists() and attempt.run.checkpoint(220).exists()
     assert [path.name for path in attempt.run.quarantine.iterdir()] == ["step_100.damaged.1"]
+
+
+def test_a_step_that_only_could_not_be_read_stays_and_is_uploaded(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network's disk was away for a moment: the uploader's word alone condemns nothing."""
+    answers = [DIFFERS, ChildResult(0, '{"retired": []}', "")]
+    queue, events = start(attempt, monkeypatch, lambda *_, **__: answers.pop(0))
+    attempt.run.checkpoint(100).rmdir()
+    builder.write(attempt.run, 100)
+    events.emit("checkpoint_verified", step=100)
+    events.emit("checkpoint_verified", step=220)
+    queue.add(100)
+    queue.drain(20)
+    assert answers == [] and told(attempt, "checkpoint_rejected") == []
+    assert [event["step"] for event in told(attempt, "checkpoint_uploaded")] == [100]
+
+
+def test_a_step_whose_reference_alone_is_damaged_stays_to_be_mended(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, events = start(attempt, monkeypatch, lambda *_, **__: DIFFERS)
+    attempt.run.checkpoint(100).rmdir()
+    builder.write(attempt.run, 100)
+    reference = attempt.run.checkpoint(100) / layout.REF
+    reference.write_bytes(reference.read_bytes()[:-1] + b"x")
+    events.emit("checkpoint_verified", step=220)
+    queue.add(100)
+    with pytest.raises(DamagedStepError):
+        queue.drain(20)
+    assert attempt.run.checkpoint(100).exists() and told(attempt, "checkpoint_rejected") == []
 
 
 def test_after_its_end_it_begins_nothing(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
