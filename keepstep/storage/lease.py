@@ -51,16 +51,17 @@ def check(store: ObjectStore, run: RunDir, number: int) -> None:
             f"Attempt {number} of {run.root} is stale: attempt {newest} in {store.where} took the run over."
         )
     owner = _owner(store, number)
+    if owner == _local_owner(run, number):
+        return
     if owner is None:
         raise FencedError(
             f"Attempt {number} of {run.root} is not in {store.where}, so nothing tells whose the run is there.",
             "The next attempt that uploads takes a number there.",
         )
-    if owner != _local_owner(run, number):
-        raise FencedError(
-            f"Attempt {number} of {store.where} belongs to another machine than {run.root}.",
-            "Start again: the next start takes a number of its own.",
-        )
+    raise FencedError(
+        f"Attempt {number} of {store.where} belongs to another machine than {run.root}.",
+        "Start again: the next start takes a number of its own.",
+    )
 
 
 def _key(number: int) -> str:
