@@ -237,15 +237,15 @@ class CheckpointTasks:
 
     def heed(self, event: Event) -> None:
         """Begin or end the task runs that this event is about."""
-        kind: str = event["event"]
-        step: Any = event.get("step")
+        kind, step = event["event"], event.get("step", -1)
         if kind == "checkpoint_saved":
             self._verify(step)
         elif kind == "checkpoint_verified" and step in self._verifications:
             _resolve(self._verifications.pop(step), event)
             if goes_to_store(self._config, step, self._total_steps):
                 self._upload(step)
-        elif kind == "checkpoint_rejected":
+        elif kind == "checkpoint_rejected" and event.get("source") != "s3":
+            # Of the store's copy nothing follows for the one here, which may be on its way there.
             for waiting in (self._verifications, self._uploads):
                 if step in waiting:
                     _fail(waiting.pop(step), CheckpointError(f"Step {step} was rejected: {event['reason']}"))

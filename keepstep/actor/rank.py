@@ -214,7 +214,7 @@ class Rank:
             for name, target in self.reference.named_parameters():
                 shards.local(target).copy_(shards.local(policy[name]))
 
-    def full_weights(self, dtype: str = "float32") -> dict[str, np.ndarray] | None:
+    def full_weights(self, dtype: str) -> dict[str, np.ndarray] | None:
         """The whole policy by parameter name on rank 0, None elsewhere.
 
         Args:

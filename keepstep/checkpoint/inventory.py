@@ -60,7 +60,7 @@ def retire(run: RunDir, decision: Decision, check_fence: Fence, tell: Callable[[
     # First the pointer: it must not name a step that is gone.
     if decision.best is not None:
         point(run.best_link, run, decision.best, check_fence)
-    elif any(_points_to(run.best_link, run.checkpoint(step)) for step in decision.deleted) or _dangles(run.best_link):
+    elif _names_none_that_stays(run.best_link, [run.checkpoint(step).name for step in decision.deleted]):
         check_fence()
         run.best_link.unlink()
         run.text_of(run.best_link).unlink(missing_ok=True)
@@ -69,13 +69,9 @@ def retire(run: RunDir, decision: Decision, check_fence: Fence, tell: Callable[[
         tell(step, reason)
 
 
-def _dangles(link: Path) -> bool:
-    """Whether it names a step that was set aside."""
-    return link.is_symlink() and not link.exists()
-
-
-def _points_to(link: Path, folder: Path) -> bool:
-    return link.is_symlink() and os.readlink(link) == folder.name
+def _names_none_that_stays(link: Path, deleted: list[str]) -> bool:
+    """Whether it points to one of the folders that go, or to one that was set aside."""
+    return link.is_symlink() and (os.readlink(link) in deleted or not link.exists())
 
 
 def decide_for(

@@ -173,12 +173,10 @@ def _check_files(folder: Path, manifest: Manifest, quick: bool, found: Findings)
     found.reject("", *problems)
     shards: Shards = {}
     for name, digest in manifest.files.items():
-        if layout.is_optional(name) and name not in present:
-            continue
-        if name not in present:
-            found.reject(name, "missing")
-        else:
+        if name in present:
             _check_file(folder / name, name, digest, manifest, quick, found, shards)
+        elif not layout.is_optional(name):
+            found.reject(name, "missing")
     for name in sorted(present - set(manifest.files) - {layout.MANIFEST}):
         if not layout.is_optional(name):
             found.reject(name, "foreign file, the manifest does not list it")

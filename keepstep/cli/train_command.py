@@ -13,7 +13,7 @@ from typing import Any
 
 from keepstep.config.load import load, to_yaml, validate
 from keepstep.config.schema import RunConfig
-from keepstep.errors import EXIT_DONE, NO_ROOM_ERRNOS, BugError, KeepstepError, NoRoomError, WorkerDiedError
+from keepstep.errors import EXIT_DONE, BugError, KeepstepError, NoRoomError, WorkerDiedError, no_room_cause
 from keepstep.processes import ProcessRef
 
 
@@ -65,7 +65,7 @@ def early_failure(error: Exception) -> KeepstepError:
     if isinstance(error, KeepstepError):
         return error
     if isinstance(error, OSError):
-        kind = NoRoomError if error.errno in NO_ROOM_ERRNOS else WorkerDiedError
+        kind = NoRoomError if no_room_cause(error) else WorkerDiedError
         return kind(f"The attempt did not begin: {type(error).__name__}: {error}")
     return BugError(f"{type(error).__name__}: {error}")
 

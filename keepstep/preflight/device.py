@@ -28,16 +28,18 @@ def resolve_device(config: RunConfig) -> str:
         ConfigError: CUDA is asked for and no driver is here; or it cannot be told from here.
     """
     device, elsewhere = config.trainer.device, config.ray.address is not None
-    if device == "cpu" or has_cuda():
-        return "cpu" if device == "cpu" else "cuda"
-    if device == "cuda" and not elsewhere:
+    if device == "cpu":
+        return "cpu"
+    if has_cuda() or (device == "cuda" and elsewhere):
+        return "cuda"
+    if device == "cuda":
         raise ConfigError("trainer.device=cuda, but this machine has no CUDA driver.", "Use trainer.device=cpu.")
-    if device == "auto" and elsewhere:
+    if elsewhere:
         raise ConfigError(
             "trainer.device=auto is what this machine has, and it has no GPU; the nodes of ray.address may have some.",
             "Say which: trainer.device=cuda or trainer.device=cpu.",
         )
-    return "cuda" if elsewhere else "cpu"
+    return "cpu"
 
 
 def check_device(config: RunConfig) -> None:
